@@ -20,6 +20,12 @@ setup:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' || \
 	  { echo "optgen needs Python 3.11 or newer; make PYTHON=python3.12 $(MAKECMDGOALS) names another one"; exit 2; }
 	@$(PYTHON) tools/setup_env.py
+	@$(MAKE) --silent $(TYPES)
+
+# What type checkers read of the ready-made optimizers; git ignores it.
+TYPES := optgen/optim/__init__.pyi
+$(TYPES): $(wildcard specs/*.py) optgen/backends/wrapper.py optgen/backends/templates/optim.pyi.j2
+	@$(PY) tools/write_types.py && touch $@
 
 demo: setup
 	@$(PY) -m tools.demo $(ARGS)

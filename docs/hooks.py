@@ -28,6 +28,7 @@ from mkdocs.structure.files import File, Files
 
 import optgen
 from docs.tools.rule_page import UNINDEXED, code, fenced, folded, inline, kept_table, prose, rule_page, sizes, table
+from optgen._ready import folder
 from optgen.accumulate import accumulator
 from optgen.base.errors import TABLE, UserError
 from optgen.driver import explain, load, memory
@@ -234,7 +235,7 @@ def rules_index(rules: dict[str, Spec]) -> str:
 
 def page_of_rule(spec: Spec, plans: list[Plan]) -> str:
     """Return the page of a rule with its kernels, names elsewhere and oracle."""
-    kernels = ROOT / "generated" / spec.name / "triton.py"
+    kernels = folder(spec.name) / "triton.py"
     order = sorted(plans, key=lambda plan: plan.name != MAIN)
     text = rule_page(spec, order, link=address("rules"), kernel=kernels.read_text() if kernels.is_file() else "")
     named = "".join(f"<li><code>{name}</code></li>" for name in elsewhere(spec))

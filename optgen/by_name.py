@@ -97,13 +97,12 @@ def _planned(plan: Any) -> dict[str, Any]:
 
 
 def class_of(rule: Any, plan: Any = None) -> Any:
-    """Return the optimizer class of a rule; ready-made ones need no compiler."""
+    """Return the optimizer class of a rule; a ready-made one needs no compiler once it was generated."""
     if isinstance(rule, type):
         return rule
     if isinstance(rule, str) and rule in list_rules() and (plan is None or _planned(plan)):
         optim: Any = importlib.import_module("optgen.optim")
-        modules: dict[str, str] = importlib.import_module("optgen._generated")._MODULES
-        return getattr(optim, next(name for name, module in modules.items() if module == rule))
+        return getattr(optim, next(name for name, module in ready.classes().items() if module == rule))
     compile_: Any = importlib.import_module("optgen.driver.compile").compile
     return compile_(rule) if plan is None else compile_(rule, plan=plan)
 

@@ -28,6 +28,8 @@ from unittest import mock
 import pytest
 import torch
 
+from optgen import _ready
+from optgen.base import ready
 from optgen.driver import compile as compiling
 from optgen.driver import cpp_text, emit, load, plan_formats, record_text, targets, triton_text
 from optgen.driver.project import Maths
@@ -120,12 +122,20 @@ def imported(path: Path, name: str, known: bool = False) -> ModuleType:
     return made
 
 
-def package(folder: Path, name: str, texts: Mapping[str, str]) -> ModuleType:
-    """Write the files of a package below a folder and import it."""
-    for file, text in texts.items():
+def package(folder: Path, name: str, rule: str, files: Mapping[str, str]) -> ModuleType:
+    """Write the files of a generated folder of one rule, as a package, and import the rule's."""
+    for file, text in {"__init__.py": "", **files}.items():
         (folder / name / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / name / file).write_text(text, encoding="utf-8")
-    return imported(folder / name / "__init__.py", name, known=True)
+    imported(folder / name / "__init__.py", name, known=True)
+    return importlib.import_module(f"{name}.{rule}")
+
+
+def texts(test: str, pattern: str, plans: bool = True) -> list[Path]:
+    """Return the generated files of that name, or pattern, of the rules that a test has every day, and of all plans."""
+    parts = [(rule,) for rule in ready.classes().values() if daily(rule, test)]
+    parts += [("plans", plan) for plan in ready.plans() if plans]
+    return [file for at in parts for file in _ready.folder(*at).glob(pattern)]
 
 
 @lru_cache(maxsize=64)
@@ -133,12 +143,13 @@ def loaded(spec: Spec, plan: Plan) -> joins.Pair:
     """A rule under a plan in strict maths, with what the eager reference needs."""
     folder = f"{plan_formats.PLANS}/{plan.name}"
     files = {
-        "__init__.py": emit.emit_class(spec, (plan.name,), {plan.name: f".{folder.replace('/', '.')}"}, "strict"),
-        triton_text.STRICT: triton_text.tile_text(spec),
+        f"{spec.name}/__init__.py": emit.emit_class(spec, (plan.name,), "strict"),
+        f"{spec.name}/{triton_text.STRICT}": triton_text.tile_text(spec),
         f"{folder}/__init__.py": record_text.plan_text(plan, "strict"),
-        f"{folder}/{triton_text.STRICT}": triton_text.codec_text(plan, "strict", (), triton_text.STRICT),
+        f"{folder}/{triton_text.STRICT}": triton_text.codec_text(plan, "strict"),
     }
-    return plans.load(getattr(compiling.import_package(spec.name, files), spec.class_name), plan.name)
+    module = importlib.import_module(f"{compiling.import_package(spec.name, files).__name__}.{spec.name}")
+    return plans.load(getattr(module, spec.class_name), plan.name)
 
 
 def variant_of(spec: Spec, case: Case) -> Variant:

@@ -430,7 +430,7 @@ def optimizer_class(cell: Cell, folder: Path) -> Any:
     """The optimizer of one cell in strict maths, from a package of its own."""
     spec, name = spec_of(cell.spec), "cell_" + re.sub(r"\W", "_", str(cell))
     plan = plan_of(cell.plan) if cell.small else plan_of(cell.plan).but(name=cell.plan, small_numel=0)
-    return getattr(package(folder, name, emit.emit_package(spec, plan, maths="strict")), spec.class_name)
+    return getattr(package(folder, name, spec.name, emit.emit_package(spec, plan, maths="strict")), spec.class_name)
 
 
 def differing(

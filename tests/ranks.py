@@ -41,9 +41,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-import generated
 import optgen
 import specs.plans
+from optgen import optim
 from optgen.accumulate import accumulator
 from optgen.driver import targets
 from optgen.formats import Plan
@@ -269,9 +269,9 @@ def rows_of_element_wise_rules(here: Here) -> None:
     """Uneven parts, ranks without rows, vectors."""
     mesh = here.mesh(here.world)
     for cls, plan in (
-        (generated.AdamW, "int8_split24"),
-        (generated.AdamW, "bf16_kahan"),
-        (generated.Lion, "int8_split24"),
+        (optim.AdamW, "int8_split24"),
+        (optim.AdamW, "bf16_kahan"),
+        (optim.Lion, "int8_split24"),
         (optgen.compile(drifting, plan="int8_split24"), "int8_split24"),
     ):
         Runs(here, cls, rows(here, mesh, UNEVEN, torch.bfloat16), plan=plan).step(3)
@@ -285,14 +285,14 @@ def rows_under_every_plan(here: Here) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of plans that exist for comparison
             pieces = rows(here, here.mesh(2), [(17, 256), (4160,)], torch.bfloat16)
-            Runs(here, generated.AdamW, pieces, plan=name).step(2)
+            Runs(here, optim.AdamW, pieces, plan=name).step(2)
 
 
 @case(2, 3)
 def inputs_and_two_gradients(here: Here) -> None:
     """Inputs that every rank has whole, in the parameter's parts or replicated; SAM's norms are over all ranks."""
     mesh = here.mesh(here.world)
-    runs = Runs(here, generated.Sophia, rows(here, mesh, UNEVEN, torch.bfloat16), plan="int8_split24")
+    runs = Runs(here, optim.Sophia, rows(here, mesh, UNEVEN, torch.bfloat16), plan="int8_split24")
     for cut in (None, [Shard(0)], [Replicate()]):
         values = [here.values(*piece.value.shape) for piece in runs.pieces]
         runs.one.feed(hessian=values)
@@ -335,7 +335,7 @@ def columns_of_element_wise_rules(here: Here) -> None:
             pieces.append(Piece(here.values(4, 5, 6, dtype=torch.bfloat16), mesh, [Shard(2)]))
         pieces.append(Piece(here.values(33, 65, dtype=torch.bfloat16), mesh, [Replicate()]))
         pieces.append(Piece(here.values(65, dtype=torch.bfloat16)))
-        Runs(here, generated.AdamW, pieces, plan=plan).step(3)
+        Runs(here, optim.AdamW, pieces, plan=plan).step(3)
 
 
 @case(4)
@@ -354,17 +354,17 @@ def meshes_of_two_dimensions(here: Here) -> None:
         pieces = [Piece(here.values(36, 256, dtype=torch.bfloat16), mesh, kind) for kind in kinds]
         pieces += [Piece(here.values(8192 + 64, dtype=torch.bfloat16), mesh, kind) for kind in kinds[:2]]
         pieces.append(Piece(here.values(37, 256, dtype=torch.bfloat16), here.mesh(4), [Shard(0)]))
-        Runs(here, generated.AdamW, pieces, plan=plan).step(2)
+        Runs(here, optim.AdamW, pieces, plan=plan).step(2)
 
 
 @case(2, 3)
 def whole_matrices(here: Here) -> None:
     """A function of whole matrices, also of some rows each; and the reference sums as on one rank."""
     mesh = here.mesh(here.world)
-    for cls, backend in ((generated.Muon, here.backend), (generated.CAME, "reference")):
+    for cls, backend in ((optim.Muon, here.backend), (optim.CAME, "reference")):
         pieces = rows(here, mesh, [(97, 130), (64, 96), (2, 2500), (120, 130)], torch.bfloat16)
         pieces.append(Piece(here.values(40, 64 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
-        blocks = {"blocks": {"numel > 13000": (64, 32, 24)}} if cls is generated.Muon else {}
+        blocks = {"blocks": {"numel > 13000": (64, 32, 24)}} if cls is optim.Muon else {}
         Runs(here, cls, pieces, plan="int8_split24", backend=backend, **blocks).step(2)
 
 
@@ -372,10 +372,10 @@ def whole_matrices(here: Here) -> None:
 def stacks_and_heads(here: Here) -> None:
     """Ranks have whole experts and whole heads; a head that two ranks share is refused."""
     mesh = here.mesh(here.world)
-    for cls in (generated.Muon, generated.NorMuon):
+    for cls in (optim.Muon, optim.NorMuon):
         pieces = rows(here, mesh, [(5, 16, 24), (6, 9, 72), (1, 64, 40)], torch.bfloat16)
         pieces += rows(here, mesh, [(8 * here.world, 20)], torch.bfloat16)
-        if cls is generated.Muon:  # it sums over nothing, so that matrices may be cut, too
+        if cls is optim.Muon:  # it sums over nothing, so that matrices may be cut, too
             pieces.append(Piece(here.values(3, 8 * here.world, 64, dtype=torch.bfloat16), mesh, [Shard(1)]))
         with one_at_a_time(here.device == "cuda"):
             Runs(here, cls, pieces, plan="int8_split24", blocks={"numel <= 480": 2 * here.world}).step(2)
@@ -444,15 +444,15 @@ def matrix_states(here: Here) -> None:
         (optgen.compile(factors, plan="fp32"), "fp32", "left", None),
         (optgen.compile(factors, plan="int8_split24"), "int8_split24", "left", 8 * 16 * 24),
         (optgen.compile(sketched, plan="fp32"), "fp32", "low", 8 * 16 * 24),
-        (generated.SOAP, "int8_split24", "left", None),
-        (generated.LowRankMuon, "int4_split24", "momentum_buffer_left", None),
-        (generated.Conda, "int8_split24", "basis", None),
-        (generated.Kron, "int8_split24", "left", None),
-        (generated.GaLore, "int8_split24", "low_avg", None),
+        (optim.SOAP, "int8_split24", "left", None),
+        (optim.LowRankMuon, "int4_split24", "momentum_buffer_left", None),
+        (optim.Conda, "int8_split24", "basis", None),
+        (optim.Kron, "int8_split24", "left", None),
+        (optim.GaLore, "int8_split24", "low_avg", None),
     ):
         some = [*pieces, *(across if plan == "fp32" else across[1:])]
         with one_at_a_time(True):
-            more = {"stagger": True, "precondition_frequency": 2} if cls is generated.SOAP else {}
+            more = {"stagger": True, "precondition_frequency": 2} if cls is optim.SOAP else {}
             runs = Runs(here, cls, some, plan=plan, blocks={"numel <= 96": n}, workspace=room, **more)
             runs.step(3)
         key = next(k for k in runs.many.state[runs.parts[2]] if k in (name, f"{name}_diagonal", f"{name}_codes"))
@@ -463,11 +463,11 @@ def matrix_states(here: Here) -> None:
 def matrix_rules_in_modes(here: Here) -> None:
     """Compiled, clipped, offloaded, under a GradScaler that meets an infinity on one rank, with a group added late: the
     bits of plain steps, of SOAP on one rank and of Shampoo, whose norms are sums over ranks, on the same ranks."""
-    mesh, rules = here.mesh(2), (generated.SOAP, generated.Shampoo)
+    mesh, rules = here.mesh(2), (optim.SOAP, optim.Shampoo)
     for cls, mode in itertools.product(rules, ("compiled", "clipped", "scaled", "moved")):
         pieces = rows(here, mesh, [(17, 30), (5, 16, 24)], torch.bfloat16)
         options = {"plan": "int8_split24", "precondition_frequency": 2, "stagger": True}
-        runs = Runs(here, cls, pieces, cut=cls is generated.Shampoo, **options)
+        runs = Runs(here, cls, pieces, cut=cls is optim.Shampoo, **options)
         if mode == "moved":
             runs.many = cls(runs.parts, lr=1e-2, backend=here.backend, offload=here.device == "cpu", **options)
         step = torch.compile(runs.many.step) if mode == "compiled" else runs.many.step
@@ -520,7 +520,7 @@ def matrices_have_one_worker(here: Here) -> None:
         pieces.append(Piece(here.values(72, 4, dtype=torch.bfloat16), mesh, kinds[0]))
     single = sum(len(piece.value) if piece.value.ndim == 3 else 1 for piece in pieces) + (here.world == 4)
     expected = single + 2 * sum(piece.value.numel() < 300 for piece in pieces)
-    runs, worked = Runs(here, generated.Muon, pieces, plan="int8_split24", blocks=blocks), torch.zeros(())
+    runs, worked = Runs(here, optim.Muon, pieces, plan="int8_split24", blocks=blocks), torch.zeros(())
     function, fails = matrices.newton_schulz, False
 
     def counted(x: Tensor, *given: float) -> Tensor:
@@ -559,7 +559,7 @@ def enclosed(here: Here, name: str, plan_name: str, pieces: Sequence[Piece], ste
     """Each step of each parameter lies where running error analysis says that it may, sums taken in any order; what all
     ranks keep is the same on all of them."""
     spec, plan = spec_of(name), plan_of(plan_name)
-    cls = getattr(generated, spec.class_name)
+    cls = getattr(optim, spec.class_name)
     params = [piece.parameter(True) for piece in pieces]
     opt = cls(params, plan=plan_name, backend=here.backend)
     group = opt.param_groups[0]
@@ -612,9 +612,9 @@ def rows_and_columns_of_formats(here: Here) -> None:
             pieces += rows(here, mesh, [(7, 3, 16, 16)], torch.bfloat16)
             cut = Piece(here.values(7, 2 * here.world, 16, 16, dtype=torch.bfloat16), mesh, [Shard(1)])
             with refused(ValueError, "shard it along dimension 0"):
-                Runs(here, generated.AdamW, [cut], plan=plan, backend=backend).step()
+                Runs(here, optim.AdamW, [cut], plan=plan, backend=backend).step()
         pieces.append(Piece(here.values(70, 128 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
-        runs = Runs(here, generated.AdamW, pieces, plan=plan, backend=backend)
+        runs = Runs(here, optim.AdamW, pieces, plan=plan, backend=backend)
         runs.step(3)
         # Dense states, whole or in parts, are encoded as on one rank.
         alone, one = runs.another(runs.one.dense_state_dict(), runs.alone)
@@ -645,7 +645,7 @@ def sums_over_rows_and_columns(here: Here) -> None:
 def limited_norms(here: Here) -> None:
     """Compare Fira's: docs/scaling.md has the roundings of one step, and those that each one in a row adds."""
     pieces = rows(here, here.mesh(here.world), [(97, 130), (64, 96)], torch.float32)
-    runs = Runs(here, generated.Fira, pieces, plan="fp32", rank=8)
+    runs = Runs(here, optim.Fira, pieces, plan="fp32", rank=8)
     for k in range(4):
         runs.give(lambda piece, size=k + 1: size * here.values(*piece.value.shape))
         with one_at_a_time(True):
@@ -663,7 +663,7 @@ def sums_beside_functions_of_matrices(here: Here) -> None:
     """Shampoo's norms and KL-Shampoo's means of columns are within their roundings, sums in any order
     (docs/scaling.md); everything else of a step, and stacks, have the bits of one rank."""
     pieces = rows(here, here.mesh(here.world), [(17, 30), (70, 64), (5, 16, 24)], torch.float32)
-    for cls, summed in ((generated.Shampoo, "p"), (generated.KLShampoo, "eigen_right")):
+    for cls, summed in ((optim.Shampoo, "p"), (optim.KLShampoo, "eigen_right")):
         runs = Runs(here, cls, pieces, plan="fp32", precondition_frequency=2)
         group = runs.one.param_groups[0]
         for k in range(4):
@@ -726,7 +726,7 @@ def values_of_matrices(here: Here) -> None:
 @case(2, 4)
 def blocks_of_rows(here: Here) -> None:
     """Parts of whole blocks take the steps of one rank, bit for bit; a block that two ranks share is refused."""
-    mesh, cls = here.mesh(here.world), generated.AdamMini
+    mesh, cls = here.mesh(here.world), optim.AdamMini
     blocks = {"numel > 7000": 8, "numel <= 7000": 4}
     for plan, dtype in (("fp32", torch.float32), ("int8_split24", torch.bfloat16)):
         pieces = rows(here, mesh, [(96, 83), (8, 5, 3, 3)], dtype)
@@ -762,14 +762,14 @@ def sums_over_the_model(here: Here) -> None:
     mesh = here.mesh(here.world)
     pieces = rows(here, mesh, [(97, 130), (2, 1500), (7,)], torch.float32)
     pieces.append(Piece(here.values(33), None))
-    runs = Runs(here, generated.ClippedAdamW, pieces, plan="fp32")
+    runs = Runs(here, optim.ClippedAdamW, pieces, plan="fp32")
     for _ in range(2):
         runs.give(lambda piece: here.values(*piece.value.shape).sign())
         runs.one.step()
         runs.many.step()
     runs.same()
     params = [piece.parameter(True) for piece in pieces]
-    opt = generated.Prodigy(params, plan="fp32", backend=here.backend)
+    opt = optim.Prodigy(params, plan="fp32", backend=here.backend)
     for _ in range(3):
         for q, piece in zip(params, pieces, strict=True):
             q.grad = piece.of(here.values(*piece.value.shape))
@@ -785,9 +785,9 @@ def sums_over_the_model(here: Here) -> None:
 def ranks_wait_for_none_that_does_not_come(here: Here) -> None:
     """A gradient that one rank lacks counts as zeros there; one that all lack leaves the parameter alone."""
     mesh = here.mesh(here.world)
-    cases: list[Callable[..., Any]] = [generated.LAMB, generated.Muon]
+    cases: list[Callable[..., Any]] = [optim.LAMB, optim.Muon]
     if mesh.device_type == "cpu":  # parts that lie there stay there
-        cases.append(functools.partial(generated.LAMB, offload=True))
+        cases.append(functools.partial(optim.LAMB, offload=True))
     for cls in cases:
         pieces = rows(here, mesh, [(97, 130), (64, 96), (2, 2500)], torch.float32)
         here_only, zeros = [x.parameter(True) for x in pieces], [x.parameter(True) for x in pieces]
@@ -812,7 +812,7 @@ def a_rank_without_a_gradient_does_not_step_where_nothing_is_sent(here: Here) ->
     """An unused expert under element-wise rules: nothing moves or is counted there; zeros count on all ranks alike."""
     mesh = here.mesh(here.world)
     last = here.rank == here.world - 1
-    for cls, plan in ((generated.AdamW, "int8_split24"), (generated.Lion, "fp32"), (generated.RMSprop, "bf16_sr")):
+    for cls, plan in ((optim.AdamW, "int8_split24"), (optim.Lion, "fp32"), (optim.RMSprop, "bf16_sr")):
         value = here.values(2, 2500)
         p, q = (Piece(value, mesh, [Shard(0)]).parameter(True) for _ in range(2))
         lacking, zeros = (cls([x], plan=plan, backend=here.backend) for x in (p, q))
@@ -828,7 +828,7 @@ def a_rank_without_a_gradient_does_not_step_where_nothing_is_sent(here: Here) ->
         assert int(zeros.state[q]["step"]) == 3
         assert last or torch.equal(p.to_local(), q.to_local())
     p = Piece(here.values(2 * here.world, 64), mesh, [Shard(0)]).parameter(True)
-    lacking = generated.AdamW([p], plan="fp32", backend=here.backend)
+    lacking = optim.AdamW([p], plan="fp32", backend=here.backend)
     p.grad = None if last else torch.ones_like(p)
     lacking.step()
     with refused(dcp.api.CheckpointException, "invalid fill"):  # made by other ranks alone
@@ -842,8 +842,8 @@ def kernels_over_parts(here: Here) -> None:
     for plan, shape in (("int8_split24", (3, 128)), ("bf16_sr", (5, 27))):
         pieces = rows(here, mesh, [(5, 66), (1, 70)], torch.bfloat16)
         pieces.append(Piece(here.values(*shape, dtype=torch.bfloat16), mesh, [Shard(1)]))
-        Runs(here, generated.AdamW, pieces, plan=plan).step()
-    runs = Runs(here, generated.ScheduleFreeAdamW, rows(here, mesh, [(3, 8)], torch.float32), capturable=True)
+        Runs(here, optim.AdamW, pieces, plan=plan).step()
+    runs = Runs(here, optim.ScheduleFreeAdamW, rows(here, mesh, [(3, 8)], torch.float32), capturable=True)
     for step in (1, 2):  # counted on the device, where the kernels are Triton's
         runs.step()
         assert all(int(entry["step"]) == step for entry in runs.many.state.values())
@@ -875,7 +875,7 @@ def replicas_stay_alike(here: Here) -> None:
     """DistributedDataParallel with stochastic rounding: all ranks keep the same bits, though they see other batches."""
     model = built(here).to(torch.bfloat16)
     replica = nn.parallel.DistributedDataParallel(model)
-    opt = generated.AdamW(replica.named_parameters(), plan="int8_split24", backend=here.backend)
+    opt = optim.AdamW(replica.named_parameters(), plan="int8_split24", backend=here.backend)
     for _ in range(4):
         x = here.values(2, 16, 64, dtype=torch.bfloat16)[here.rank]
         opt.zero_grad()
@@ -892,8 +892,8 @@ def states_by_rank(here: Here) -> None:
     """ZeroRedundancyOptimizer: each rank steps its share of the parameters as one optimizer steps them all."""
     models = [nn.parallel.DistributedDataParallel(built(here)) for _ in range(2)]
     options = {"lr": 1e-2, "plan": "fp32", "backend": here.backend}
-    zero = ZeroRedundancyOptimizer(models[0].parameters(), optimizer_class=generated.AdamW, **options)
-    usual = generated.AdamW(models[1].parameters(), **options)
+    zero = ZeroRedundancyOptimizer(models[0].parameters(), optimizer_class=optim.AdamW, **options)
+    usual = optim.AdamW(models[1].parameters(), **options)
     for _ in range(2):
         x = here.values(2, 16, 64)[here.rank]
         for model, opt in zip(models, (zero, usual), strict=True):
@@ -908,7 +908,7 @@ def states_by_rank(here: Here) -> None:
 @case(2, 4)
 def fully_sharded(here: Here) -> None:
     """fully_shard, alone and with tensor parallelism: the bits of one rank that has the same gradients."""
-    for cls in (generated.AdamW, generated.SOAP):
+    for cls in (optim.AdamW, optim.SOAP):
         model = built(here, 128)
         if here.world == 4:
             mesh = here.mesh(2, 2)
@@ -967,7 +967,7 @@ def gradients_released(here: Here) -> None:
         ours, theirs = (
             [(key, p) for key, p in m.named_parameters() if p.ndim > 1 or name != "CAME"] for m in (model, other)
         )
-        opt, usual = (getattr(generated, name)(found, plan=plan, backend=here.backend) for found in (ours, theirs))
+        opt, usual = (getattr(optim, name)(found, plan=plan, backend=here.backend) for found in (ours, theirs))
         handle = opt.release_gradients(model, **options)
         micro = options.get("accumulate", 1)
         for _ in range(2):
@@ -1017,7 +1017,7 @@ def keeps_what_matters(here: Here) -> None:
     # 97 * 130 elements in all, half of them here
     options = {"lr": 1e-2, "plan": "int8_split24", "backend": here.backend}
     rules: dict[Any, str] = {nn.LayerNorm: "bf16_sr", "numel >= 12610": "split32"}
-    opt, other = (generated.AdamW(m.named_parameters(), overrides=rules, module=m, **options) for m in (model, alone))
+    opt, other = (optim.AdamW(m.named_parameters(), overrides=rules, module=m, **options) for m in (model, alone))
     assert opt.plans() == other.plans()
     assert opt.plans()["embed.weight"] == "int8_split24 (fp32 states)"
     assert opt.plans()["body.weight"] == "split32" and opt.plans()["norm.bias"] == "bf16_sr"
@@ -1043,7 +1043,7 @@ def full_weights_come_and_go(here: Here) -> None:
     exact = {f"p{k}": here.values(*shape) for k, shape in enumerate([(97, 130), (4160,), (7,)])}
     for early in (True, False):
         pieces = [Piece(torch.zeros_like(value, **narrow), mesh, [Shard(0)]) for value in exact.values()]
-        runs = Runs(here, generated.AdamW, pieces, plan="int8_split24")
+        runs = Runs(here, optim.AdamW, pieces, plan="int8_split24")
         if not early:
             runs.step()
         sides = [(nn.ParameterDict(zip(exact, x, strict=True)), opt) for x, opt in runs.sides()]
@@ -1067,14 +1067,14 @@ def flattened(here: Here) -> None:
     """The pieces that FullyShardedDataParallel makes of parameters are refused."""
     device = torch.device("cpu") if here.device == "cpu" else torch.cuda.current_device()
     model = FullyShardedDataParallel(built(here), use_orig_params=True, device_id=device).requires_grad_(False)
-    opt = generated.AdamW(model.parameters(), plan="fp32", backend=here.backend)  # which trains nothing yet
+    opt = optim.AdamW(model.parameters(), plan="fp32", backend=here.backend)  # which trains nothing yet
     words = ("was flattened and cut by FullyShardedDataParallel", "fully_shard")
     for p in model.requires_grad_().parameters():
         p.grad = torch.ones_like(p)
     with refused(ValueError, *words):
         opt.step()
     with refused(ValueError, *words):
-        generated.AdamW(model.parameters(), plan="fp32", backend=here.backend)
+        optim.AdamW(model.parameters(), plan="fp32", backend=here.backend)
 
 
 class Bag(nn.Module):
@@ -1107,7 +1107,7 @@ def checkpointed(here: Here, k: int) -> tuple[Bag, Any, Path, bool]:
     name, plan, dtype, flat = SAVED[k]
     here.restart()
     bag = Bag(here, dtype, FACTORS if name == "factors" else UNEVEN)
-    cls = optgen.compile(factors, plan=plan) if name == "factors" else getattr(generated, name)
+    cls = optgen.compile(factors, plan=plan) if name == "factors" else getattr(optim, name)
     opt = cls(bag.named_parameters(), lr=1e-2, plan=plan, backend=here.backend)
     return bag, opt, here.folder / f"{name}_{plan}", flat
 
@@ -1171,7 +1171,7 @@ def loads_whole_and_dense(here: Here) -> None:
     """An optimizer's own state dict: of DTensors, of whole tensors, and torch.optim's."""
     mesh = here.mesh(here.world)
     pieces = rows(here, mesh, [(97, 130), (4160,), (7,)], torch.bfloat16)
-    rules = (optgen.compile(factors, plan="int8_split24"), generated.Kron, generated.GaLore, generated.AdamW)
+    rules = (optgen.compile(factors, plan="int8_split24"), optim.Kron, optim.GaLore, optim.AdamW)
     for cls in rules:
         runs = Runs(here, cls, pieces, plan="int8_split24")
         runs.step()
@@ -1222,7 +1222,7 @@ def evaluates(here: Here) -> None:
     mesh = here.mesh(here.world)
     for plan, dtype in (("fp32", torch.float32), ("int8_split24", torch.bfloat16)):
         runs, *again = [
-            Runs(here, generated.ScheduleFreeAdamW, rows(here, mesh, [(97, 130), (7,)], dtype), plan=plan)
+            Runs(here, optim.ScheduleFreeAdamW, rows(here, mesh, [(97, 130), (7,)], dtype), plan=plan)
             for _ in range(3)
         ]
         runs.step(2)
@@ -1245,7 +1245,7 @@ def evaluates(here: Here) -> None:
 @case(2)
 def measures_parts(here: Here) -> None:
     """Squares of norms add up over ranks; fp32 sums of runs of 256, twice rounded: within 2 * 300 * 2^-24 < 2^-14."""
-    runs = Runs(here, generated.AdamW, rows(here, here.mesh(2), [(97, 130), (1, 5000)], torch.bfloat16))
+    runs = Runs(here, optim.AdamW, rows(here, here.mesh(2), [(97, 130), (1, 5000)], torch.bfloat16))
     runs.step()
     found: list[dict[str, Any]] = []
     for opt in (runs.one, runs.many):
@@ -1266,16 +1266,16 @@ def refuses_what_it_cannot_do(here: Here) -> None:
     """With what was found and what to do; nothing has changed."""
     mesh = here.mesh(2)
     with refused(ValueError, "columns [0, 20)", "multiple of 2 x 64", "dimension 0"):
-        Runs(here, generated.AdamW, [Piece(here.values(128, 40), mesh, [Shard(1)])], plan="int8")
+        Runs(here, optim.AdamW, [Piece(here.values(128, 40), mesh, [Shard(1)])], plan="int8")
     summand = nn.Parameter(DTensor.from_local(here.values(8, 8), mesh, [Partial()], run_check=False))
     with refused(ValueError, "summand"):
-        generated.AdamW([summand], plan="fp32")
+        optim.AdamW([summand], plan="fp32")
     stack = Piece(here.values(4, 64, 128, dtype=torch.bfloat16), mesh, [Shard(1)])
     with refused(ValueError, "dimension 0"):
-        Runs(here, generated.CAME, [stack], plan="int8_split24")
+        Runs(here, optim.CAME, [stack], plan="int8_split24")
     p = nn.Parameter(distribute_tensor(here.values(64, 64), mesh, [Shard(0)]))
     q = nn.Parameter(p.detach().clone())
-    opt = generated.AdamW([p, q], plan="fp32", backend=here.backend)
+    opt = optim.AdamW([p, q], plan="fp32", backend=here.backend)
     before = p.to_local().clone()
     # A gradient that lies otherwise is brought to where its parameter lies.
     g = here.values(64, 64)
@@ -1336,7 +1336,7 @@ def before_ranks() -> None:
     for spec, names in ((by_qr, ["int8_split24"]), (factors, ["fp32", "int8_split24"]), (sketched, ["fp32"])):
         for plan in names:
             optgen.compile(spec, plan=plan)
-    plans.load(generated.SOAP, "int8")
+    plans.load(optim.SOAP, "int8")
 
 
 def fork(world: int, arguments: argparse.Namespace) -> int:

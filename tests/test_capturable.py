@@ -27,10 +27,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-import generated
 import optgen
-from generated import AdamW, Muon
+from optgen import optim
 from optgen.formats import Blocked, LogMinMax, Plan, Split, scales, softsign
+from optgen.optim import AdamW, Muon
 from optgen.runtime import Optimizer
 from optgen.runtime.gpu import compiled, controlled
 from optgen.runtime.records import keys
@@ -126,7 +126,7 @@ CASES = [pytest.param(name, options, id=f"{name}-{options['plan']}") for name, o
 
 @cache
 def class_of(name: str, plan: str) -> type[Optimizer]:
-    found: type[Optimizer] = getattr(generated, name)
+    found: type[Optimizer] = getattr(optim, name)
     return optgen.compile(found.SPEC, plan=CODED) if plan == "coded" else found
 
 
@@ -426,7 +426,7 @@ import torch, triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from generated import SGD
+from optgen.optim import SGD
 from optgen.runtime.gpu import compiled
 from optgen.runtime.gpu.compiled import launched
 from optgen.runtime.layout import plans
@@ -565,7 +565,7 @@ def test_a_graph_of_what_ranks_agree_on_is_refused() -> None:
         mesh = init_device_mesh("cpu", (2,))
         p = nn.Parameter(DTensor.from_local(torch.ones(2, 64), mesh, [Shard(0)]))
         p.grad = torch.ones_like(p)
-        opt = generated.LAMB([p], plan="fp32", backend="triton", capturable=True)
+        opt = optim.LAMB([p], plan="fp32", backend="triton", capturable=True)
         with capture(), pytest.raises(RuntimeError, match="ranks agree on who has gradients"):
             opt.step()
         assert not opt.state

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from generated import AdamW
 from optgen.cast import cast_model
+from optgen.optim import AdamW
 from tests.training import through_file
 
 

@@ -1,18 +1,15 @@
 """Generated text has no line over 120 columns, and breaking one changes nothing."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
 from optgen.backends import columns
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.harness import texts
 
 
 def test_no_generated_line_is_too_long() -> None:
-    folders = (ROOT / "generated", ROOT / "optgen" / "plans")
-    files = [f for folder in folders for ending in ("*.py", "*.cpp", "*.h") for f in folder.rglob(ending)]
+    files = [f for ending in ("*.py", "*.h") for f in texts("columns", ending)]
     assert files
     long = [f for f in files if any(len(line) > columns.LIMIT for line in f.read_text(encoding="utf-8").split("\n"))]
     assert long == []

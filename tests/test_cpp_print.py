@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import generated
+from optgen._ready import folder
 from optgen.backends import cpp
 from optgen.driver import cpp_text
 from optgen.formats import LogMinMax, Plan, words
@@ -86,9 +86,9 @@ def given(text: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("rule", product.WITH_MATRICES)
 def test_scalars_of_a_rule_stand_in_the_order_of_its_record(rule: str) -> None:
     """Settings that differ in scalars alone share a kernel, so its names are those of one of them."""
-    text = (Path(generated.__path__[0]) / rule / "kernels.h").read_text(encoding="utf-8")
+    text = (folder(rule) / "kernels.h").read_text(encoding="utf-8")
     wanted: dict[str, list[list[str]]] = {}
-    for record in importlib.import_module(f"generated.{rule}").STEPS:
+    for record in importlib.import_module(f"optgen._ready.{rule}").STEPS:
         for stage in record.stages:
             wanted.setdefault(stage.kernel, []).append([record.scalars[k] for k in stage.scalars])
     found = given(text)

@@ -20,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-import generated
 import optgen
+from optgen import optim
+from optgen.base import ready
 from optgen.driver import targets
+from optgen.driver.project import DEFAULT_PLANS
 from optgen.ops import dtypes
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import layout
@@ -32,7 +34,7 @@ from optgen.runtime.step import launch
 from optgen.verify.differential import Values, compare, enclose, oracle, reading
 from optgen.verify.intervals import FAST
 from tests import product
-from tests.harness import plan_of, same_bits, spec_of
+from tests.harness import plan_of, same_bits, spec_of, texts
 from tests.product import Cell
 
 DEVICE = torch.device(os.environ.get("OPTGEN_TEST_DEVICE") or "cpu")
@@ -57,13 +59,16 @@ SHAPES: tuple[Shape, ...] = (
 )  # fmt: skip
 
 
+def plans_of(rule: str) -> tuple[str, ...]:
+    return ready.plans() if rule == "adamw" else DEFAULT_PLANS
+
+
 def cells() -> Iterator[Cell]:
-    """Yield every rule under every plan, parameter dtype and flag setting that `generated` holds."""
+    """Yield every rule under the usual plans, AdamW under all, with every parameter dtype and flag setting."""
     order = sorted(product.WITH_MATRICES, key=lambda s: (FIRST.index(s) if s in FIRST else len(FIRST), s))
     for spec in order:
-        cls = getattr(generated, spec_of(spec).class_name, None)
         follow = {f.name for f in spec_of(spec).flags if f.shape is not None or f.clock is not None}
-        for plan, param in itertools.product(cls.PLANS if cls else (), product.PARAMS):
+        for plan, param in itertools.product(plans_of(spec), product.PARAMS):
             for flags in product.settings_of(spec):
                 usual = not flags and param != "float16"
                 asked = not PATTERNS or f"{spec}.{plan}.{param}.".startswith(tuple(f"{p}." for p in PATTERNS))
@@ -99,7 +104,7 @@ class Side:
         for p in self.params:
             p.grad_dtype = None  # type: ignore[attr-defined]  # gradients of any dtype
         named = [(f"tensor{i}", self.params[i]) for i in (order or range(len(weights)))]
-        cls = cls or getattr(generated, spec.class_name)
+        cls = cls or getattr(optim, spec.class_name)
         self.opt = cls(named, plan=cell.plan, backend=backend, seed=12345, **self.options)
 
     def step(self, grads: Sequence[Tensor]) -> None:
@@ -273,7 +278,7 @@ def replayed_differences(name: str, plan: str, fresh: bool, device: torch.device
     shapes, dtype = ((64, 200), (130, 150), (33, 7)), torch.float32 if plan == "fp32" else torch.bfloat16
     if device.type == "cpu":
         shapes = ((3, 8), (4, 5), (2, 2))
-    draw, cls = torch.Generator().manual_seed(1), getattr(generated, name)
+    draw, cls = torch.Generator().manual_seed(1), getattr(optim, name)
     start = [torch.randn(s, generator=draw).to(dtype) for s in shapes]
     sides = []
     for _ in range(2):
@@ -368,7 +373,7 @@ def huge_differences(numel: int, device: torch.device) -> list[str]:
     small = [nn.Parameter(p.detach()[a : a + piece].clone()) for a in starts]
     for q, a in zip(small, starts, strict=True):
         q.grad = p.grad[a : a + piece].clone()
-    big, little = (generated.AdamW(x, plan="int8_rn_split24", backend="triton") for x in ([p], small))
+    big, little = (optim.AdamW(x, plan="int8_rn_split24", backend="triton") for x in ([p], small))
     for _ in range(2):
         big.step()
         little.step()
@@ -427,17 +432,15 @@ def test_every_kernel_has_a_check() -> None:
     found = list(cells())
     assert len(set(found)) == len(found) and found[0].spec == "adamw"
     named = {(c.spec, c.plan, c.param) for c in found}
-    for name in generated.__all__:
-        cls = getattr(generated, name)
-        assert {(cls.SPEC, plan, param) for plan in cls.PLANS for param in product.PARAMS} <= named
+    for rule in ready.classes().values():
+        assert {(rule, plan, param) for plan in plans_of(rule) for param in product.PARAMS} <= named
 
 
 def test_the_reference_leaves_no_division_to_the_device_s_ways_with_numbers() -> None:
     """torch divides by a number that the host knows with its reciprocal on CUDA, and any number with the tensor's: none
     stands beside a division in printed text, and `quotient` hands the device tensors of its own."""
     found = []
-    texts = ("generated/*/__init__.py", "optgen/plans/*/__init__.py")
-    paths = [p for pattern in texts for p in sorted(product.ROOT.glob(pattern))]
+    paths = texts("divisions", "__init__.py")
     assert len(paths) > 40
     for path in paths:
         module = ast.parse(path.read_text(encoding="utf-8"))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from generated import SGLD
 from optgen.base.errors import UserError
 from optgen.driver.compile import compile as compiled
 from optgen.lang import hyper, normal, optimizer, rms, row_mean, shape_flag, state, uniform, where
 from optgen.lang.elementary import erfinv
+from optgen.optim import SGLD
 from optgen.runtime.records.keys import step_key, stream_key
 from optgen.runtime.reference.matrices import drawn
 from tests.harness import python, same_bits

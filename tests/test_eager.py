@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from optgen._ready import folder
 from optgen.driver import triton_text
 from optgen.runtime.reference import tile
 from tests import product
@@ -18,7 +19,7 @@ def test_tiles_are_those_of_strict_kernels(name: str) -> None:
     texts = triton_text.tile_text(spec), triton_text.rule_text(spec, "strict")
     ours, theirs = ({x.name: ast.dump(x) for x in ast.parse(t).body if isinstance(x, ast.FunctionDef)} for t in texts)
     assert ours and ours.items() <= theirs.items()
-    assert texts[0] == (ROOT / f"generated/{name}/strict.py").read_text()
+    assert texts[0] == (folder(name) / triton_text.STRICT).read_text()
 
 
 def test_what_a_tile_may_not_call_is_named() -> None:

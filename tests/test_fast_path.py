@@ -16,8 +16,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import generated
 import optgen.optim
+from optgen.driver import cache
 from optgen.runtime.cpu import cpu, native
 from optgen.runtime.step import plan
 from tests import training
@@ -170,7 +170,7 @@ def test_plans_of_every_kind_of_step(rule: str, changes: list[str]) -> None:
     assert twins[0] == twins[1]
 
 
-ROOTS = [Path(str(package.__file__)).parent for package in (optgen, generated)]
+ROOTS = [Path(str(optgen.__file__)).parent, cache.folder()]
 
 
 def calls(work: Callable[..., object], *given: Any) -> int:

@@ -271,7 +271,7 @@ def test_a_plan_of_the_same_name_that_reads_codes_otherwise(tmp_path: Path, monk
         for _, plan, v in (checkpoint.select(AdamW, opt.param_groups[0], p) for p in opt.param_groups[0]["params"])
         if v.function.endswith("bfloat16")
     )
-    codecs = tile.load(f"optgen.plans.{plan.name}.strict")
+    codecs = tile.load(f"optgen._ready.plans.{plan.name}.strict")
     present = getattr(codecs, variant.eager.codecs["exp_avg_sq"])
     decode = functools.partial(lambda f, c, *rest: f(1.01 * c, *rest), present.decode)
     monkeypatch.setattr(codecs, variant.eager.codecs["exp_avg_sq"], dataclasses.replace(present, decode=decode))

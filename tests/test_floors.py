@@ -25,19 +25,18 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         ("backends", _IR, "jinja2"),
         ("lower", f"lang formats {_IR} runtime", ""),
         ("verify", f"lower passes backends formats lang {_IR} runtime", "sympy torch numpy hypothesis"),
-        ("driver", f"convert verify lower passes backends formats lang {_IR} runtime _generated",
+        ("driver", f"convert verify lower passes backends formats lang {_IR} runtime",
          "typer rich torch triton jinja2 hypothesis click"),
         ("convert", "base runtime", "torch torchao"),
         ("runtime", "", "torch triton"),
         ("cast", "runtime", "torch"),
         ("embedding", "runtime", "torch"),
-        ("by_name", "base runtime optim driver _generated", "torch"),
+        ("by_name", "base runtime optim driver", "torch"),
         ("integrations", "by_name optim", "torch"),
         ("accumulate", "driver formats lang", ""),
         ("__main__", "base driver", ""),
-        ("optim", "_generated runtime driver", ""),
-        ("plans", "runtime", "torch triton"),
-        ("_generated", "", ""),
+        ("optim", "base runtime driver _ready", ""),
+        ("_ready", "base driver", ""),
     )
 }  # fmt: skip
 

@@ -12,12 +12,12 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import optgen
-from generated import AdaHessian, Sophia
 from optgen import optim
 from optgen.base.errors import UserError
 from optgen.driver.compile import compile as compiled
 from optgen.driver.load import find_spec
 from optgen.lang import flag, hyper, input, normal, optimizer, state
+from optgen.optim import AdaHessian, Sophia
 from tests.harness import same_bits
 from tests.oracles import FED, fed_at
 from tests.test_offload import moved

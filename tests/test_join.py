@@ -5,19 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from optgen.driver import cpp_text, load, record_text, targets, triton_text
+from optgen.driver import load, record_text, targets, triton_text
 from optgen.driver.targets import Case
 from optgen.formats import Blocked, Plan, scales, softsign
 from optgen.lang.spec import Spec
 from optgen.lower import matrix_of, relative, untouched
 from optgen.runtime import records
-from optgen.runtime.cpu import cpu
 from optgen.runtime.records import Variant, join
 from optgen.verify.differential import read_back
 from tests import harness
@@ -101,17 +99,6 @@ def test_the_committed_records_are_those_that_are_joined() -> None:
         exec(compile(text, name, "exec"), made)
         assert made["PLAN"] == record_text.plan_record(PLANS[name])
         assert max(map(len, text.splitlines())) <= record_text.WIDTH
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_codecs_that_stand_in_the_files_of_other_plans_are_found(name: str) -> None:
-    """Compare the structs that are compiled with those of a plan that shares none."""
-    found = cpu.codec_text(ROOT / "optgen" / "plans" / name / cpp_text.CODECS)
-    structs = [
-        re.findall(r"^struct .*?^};$", x, re.M | re.S) for x in (found, cpp_text.codec_text(PLANS[name], "fast"))
-    ]
-    one, other = (sorted(" ".join(struct.split()) for struct in some) for some in structs)
-    assert one == other
 
 
 STALE = """

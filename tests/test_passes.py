@@ -16,6 +16,7 @@ from optgen.ir.verify import verify
 from optgen.lang.optimizer import CALLED
 from optgen.ops.prims import PRIMS
 from optgen.passes.name import RESERVED
+from tests.harness import texts
 from tests.ir_text import parse_program
 
 CASES = sorted((Path(__file__).parent / "cases" / "passes").glob("*.case"))
@@ -63,8 +64,7 @@ def test_names_that_kernels_import_are_no_names_of_values() -> None:
     """A let called like one of them would hide it, and so would a hyper-parameter."""
     imported: set[str] = set()
     line = re.compile(r"^from optgen\.runtime\.gpu\.\w+ import (?:\(([^)]*)\)|(.*))$", re.MULTILINE)
-    folder = Path(__file__).parents[1] / "generated"
-    for file in folder.rglob("triton.py"):
+    for file in texts("imported names", "triton.py", plans=False):
         found = line.findall(file.read_text(encoding="utf-8"))
         assert found, file
         imported |= {name for names in found for name in re.findall(r"\w+", "".join(names))}

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from generated import AdamW
 from optgen.base.errors import UserError
 from optgen.formats import Blocked, Factored, LogMinMax, Plan, f32, floats
 from optgen.lang.spec import Recurrence
 from optgen.ops import dtypes
+from optgen.optim import AdamW
 from specs import plans
 from specs.adamw import adamw
 

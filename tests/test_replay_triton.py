@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from generated import LAMB, AdamW
+from optgen.optim import LAMB, AdamW
 from optgen.runtime import Optimizer
 from optgen.runtime.layout import workspace
 from optgen.runtime.step import launch

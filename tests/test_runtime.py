@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor, nn
 
-from generated import SGD, SGDW, SOAP, AdamW, Muon, NAdam
+from optgen.optim import SGD, SGDW, SOAP, AdamW, Muon, NAdam
 from optgen.runtime.layout import layout, plans
 from optgen.runtime.records import keys
 from optgen.verify import bounds

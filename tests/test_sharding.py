@@ -23,10 +23,10 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import generated
-from generated import LAMB, AdamW, Muon
+from optgen import optim
 from optgen.driver.compile import compile as compiled
 from optgen.lang import flag, hyper, norm, optimizer
+from optgen.optim import LAMB, AdamW, Muon
 from optgen.runtime.cpu import native
 from optgen.runtime.layout import sharding
 from optgen.runtime.options import entries, options
@@ -242,7 +242,7 @@ def test_cuts_that_leave_no_stretch_of_rows_are_refused(
     """When the optimizer is made."""
     words = rf"parameter 'w'.* cut along dimension {dim} of {len(shape)}.*shard it along dimension 0"
     with one_of(2), pytest.raises(ValueError, match=words) if refused else nullcontext():
-        getattr(generated, name)([("w", nn.Parameter(part(*shape, of=Shard(dim))))], plan=plan)
+        getattr(optim, name)([("w", nn.Parameter(part(*shape, of=Shard(dim))))], plan=plan)
 
 
 def test_a_rule_that_sums_at_some_steps_agrees_on_gradients_at_every_step() -> None:
@@ -300,7 +300,7 @@ def test_refreshes_that_are_staggered_leave_no_rank_as_busy(stagger: bool, busie
     for step in range(2, 12):
         flops = [0] * 128
         for k, (worker,) in enumerate(workers.assign(given, (128,))):
-            refresh = any(on for _, on in options.at_step(generated.SOAP, group, step, k))
+            refresh = any(on for _, on in options.at_step(optim.SOAP, group, step, k))
             flops[worker] += scaling.work("SOAP", refresh, *shapes[k]).flops
         found.append(max(flops))
     assert round(max(found) / 1e12, 1) == busiest
@@ -406,7 +406,7 @@ def test_workers_keep_what_a_later_function_of_the_step_reads(rule: str, plan: s
     found = [0]
     with one_of(2), scaling.without_kernels():
         p = nn.Parameter(part(128, 128))
-        opt = getattr(generated, rule)([("w", p)], plan=plan, precondition_frequency=2)
+        opt = getattr(optim, rule)([("w", p)], plan=plan, precondition_frequency=2)
         for _ in range(3):
             p.grad = part(128, 128)
             with patch.object(dist, "all_to_all_single", lambda *given, **_: messages.append(given[2:4]) or Mock()):

@@ -8,11 +8,11 @@ import pytorch_optimizer
 import torch
 
 import optgen
-from generated import AdamW
 from optgen import SAM
 from optgen.base.errors import UserError
 from optgen.driver.load import find_spec
 from optgen.lang import hyper, input, optimizer, wrapper, wrappers
+from optgen.optim import AdamW
 from tests.harness import same_bits
 
 

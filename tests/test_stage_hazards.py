@@ -13,6 +13,7 @@ import torch
 
 import optgen
 from optgen.base.errors import UserError
+from tests import harness
 
 from optgen.lang import (  # isort: skip
     flag, hyper, lookahead, model_dot, model_norm, model_total, newton_schulz, norm, optimizer, row, row_sum,
@@ -405,11 +406,8 @@ def test_rules_that_choose_by_a_norm_compile_under_every_kind_of_plan() -> None:
 def test_no_sum_is_left_to_atomics() -> None:
     """Their order would be that in which threads come by; every partial sum is one program's."""
     root = Path(__file__).parents[1]
-    texts = [
-        file
-        for folder in (root / "generated", root / "optgen" / "runtime" / "gpu", root / "optgen" / "runtime" / "cpu")
-        for ending in ("*.py", "*.h")
-        for file in folder.rglob(ending)
-    ]
-    assert {"kernels.h", "triton.py", "stages.h", "prelude.py"} <= {file.name for file in texts}
-    assert [file for file in texts if "atomic" in file.read_text().lower()] == []
+    folders = root / "optgen" / "runtime" / "gpu", root / "optgen" / "runtime" / "cpu"
+    files = [file for folder in folders for ending in ("*.py", "*.h") for file in folder.rglob(ending)]
+    files += [file for ending in ("*.py", "*.h") for file in harness.texts("atomics", ending)]
+    assert {"kernels.h", "triton.py", "stages.h", "prelude.py"} <= {file.name for file in files}
+    assert [file for file in files if "atomic" in file.read_text().lower()] == []

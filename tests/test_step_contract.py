@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_reduce
 from torch.testing._internal.two_tensor import TwoTensor
 
-import generated
-from generated import CAME, LAMB, AdamW, Muon
+from optgen import optim
+from optgen.optim import CAME, LAMB, AdamW, Muon
 from optgen.runtime import Optimizer, files
 from optgen.runtime.step import admit
 from tests.harness import sampled
@@ -317,13 +317,13 @@ def test_steps_and_checkpoints_whatever_the_default_device(tmp_path: Path, cls: 
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("name", sampled("eager", generated.__all__))
+@pytest.mark.parametrize("name", sampled("eager", optim.__all__))
 def test_eager_steps_of_every_rule_whatever_the_default_dtype(name: str) -> None:
     """torch.where of two numbers, and a tensor of a number, take the default dtype where none is said."""
     found = []
     for default in (torch.float32, torch.float64, torch.bfloat16):
         params = [p.to(torch.bfloat16).detach().requires_grad_() for p in parameters((64, 72), (5, 6))]
-        opt = getattr(generated, name)(list(zip("ab", params, strict=True)), plan="int8_split24", backend="reference")
+        opt = getattr(optim, name)(list(zip("ab", params, strict=True)), plan="int8_split24", backend="reference")
         opt.feed(keep=True, **dict.fromkeys(opt.INPUTS, torch.ones_like))
         for p in params:
             p.grad = torch.full_like(p, 0.5)

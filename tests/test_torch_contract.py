@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal import common_optimizers
 
-import generated
+from optgen import optim
 from optgen.runtime import Optimizer
 from tests.training import alike, copies, give, parameters, params_of, through_file, train
 
@@ -30,11 +30,11 @@ ABSENT = {"LBFGS", "SparseAdam"}
 INFOS = [info for info in common_optimizers.optim_db if info.optim_cls.__name__ not in ABSENT]
 NAMES = [info.optim_cls.__name__ for info in INFOS]
 BOTH = [
-    pytest.param(getattr(generated, name), given.kwargs, id=f"{name}-{given.desc}")
+    pytest.param(getattr(optim, name), given.kwargs, id=f"{name}-{given.desc}")
     for name, info in zip(NAMES, INFOS, strict=True)
     for given in info.optim_inputs_func(device="cpu")
 ]
-CLASSES = [pytest.param(getattr(generated, name), id=name) for name in NAMES]
+CLASSES = [pytest.param(getattr(optim, name), id=name) for name in NAMES]
 STEPS = 4
 
 
@@ -264,7 +264,7 @@ def test_every_argument_of_torch_is_one_here(name: str) -> None:
     torch's 5 for its coefficients.
     """
     theirs = inspect.signature(getattr(torch.optim, name)).parameters
-    ours = inspect.signature(getattr(generated, name)).parameters
+    ours = inspect.signature(getattr(optim, name)).parameters
     assert [x for x in theirs if x not in ours] == (["adjust_lr_fn"] if name == "Muon" else [])
     for word in theirs.keys() & ours.keys() - {{"Adafactor": "eps", "Muon": "ns_steps"}.get(name)}:
         assert theirs[word].default == ours[word].default, word
@@ -310,7 +310,7 @@ def test_the_decay_of_a_checkpoint_is_the_one_that_torch_goes_on_with(
     saved = torch.optim.Adam(matrices(), lr=0.1, weight_decay=weight_decay, decoupled_weight_decay=decoupled)
     give(saved.param_groups[0]["params"], 5)
     saved.step()
-    other, opt = getattr(torch.optim, name)(matrices()), getattr(generated, name)(matrices(), plan="fp32")
+    other, opt = getattr(torch.optim, name)(matrices()), getattr(optim, name)(matrices(), plan="fp32")
     for one in (other, opt):
         one.load_state_dict(copy.deepcopy(saved.state_dict()))
     for p, q in zip(go_on(opt), go_on(other), strict=True):
@@ -334,7 +334,7 @@ no matrix; the two factors of Rprop have one range."""
 @pytest.mark.parametrize(
     ("cls", "case"),
     [
-        pytest.param(getattr(generated, info.optim_cls.__name__), case, id=f"{info.optim_cls.__name__}-{i}")
+        pytest.param(getattr(optim, info.optim_cls.__name__), case, id=f"{info.optim_cls.__name__}-{i}")
         for info in INFOS
         for i, case in enumerate(info.optim_error_inputs_func(device="cpu", dtype=torch.float32))
     ],
@@ -351,13 +351,13 @@ def test_arguments_that_torch_refuses(cls: type[Optimizer], case: Any) -> None:
 
 def test_a_factor_of_rprop_may_be_any_positive_number() -> None:
     """torch has a range for each."""
-    opt = trained(generated.Rprop, {"etas": (1.5, 0.5)})
+    opt = trained(optim.Rprop, {"etas": (1.5, 0.5)})
     assert all(p.isfinite().all() for p in params_of(opt))
     with pytest.raises(ValueError, match="Invalid eta"):
         torch.optim.Rprop(matrices(), etas=(1.5, 0.5))
     for etas in ((0.5, 0.0), (-0.5, 1.2)):
         with pytest.raises(ValueError, match=r"etas\[[01]\] must be > 0"):
-            generated.Rprop(matrices(), etas=etas)
+            optim.Rprop(matrices(), etas=etas)
 
 
 # -- a momentum that is set to 0 and back -------------------------------------------------------------
@@ -382,7 +382,7 @@ def whole_steps(params: list[nn.Parameter], opt: Any, momenta: tuple[float, ...]
 @pytest.mark.parametrize("backend", ["reference", "triton", "cpp"])
 def test_a_momentum_that_comes_and_goes_is_torchs(backend: str) -> None:
     """A buffer begins with the gradient of the first step that has a momentum, and waits while there is none."""
-    params, ours = of_sgd(generated.SGD, plan="fp32", backend=backend)
+    params, ours = of_sgd(optim.SGD, plan="fp32", backend=backend)
     others, torchs = of_sgd(torch.optim.SGD)
     for k, momentum in enumerate(MOMENTA):
         assert alike(whole_steps(params, ours, (momentum,), k), whole_steps(others, torchs, (momentum,), k)), k
@@ -396,7 +396,7 @@ def test_a_momentum_that_begins_late_takes_what_dampening_leaves_of_a_gradient(
     momenta: tuple[float, ...], share: float
 ) -> None:
     """It begins with zeros, and at the first step with the gradient; torch's always with the gradient."""
-    params, ours = of_sgd(generated.SGD, plan="fp32", dampening=0.75)
+    params, ours = of_sgd(optim.SGD, plan="fp32", dampening=0.75)
     others, torchs = of_sgd(torch.optim.SGD, dampening=0.75)
     whole_steps(params, ours, momenta)
     whole_steps(others, torchs, momenta)
@@ -410,7 +410,7 @@ def test_a_momentum_that_begins_late_takes_what_dampening_leaves_of_a_gradient(
 @pytest.mark.parametrize("before", [False, True], ids=["after a step", "before a step"])
 def test_states_are_loaded_whatever_the_momentum_was(name: str, plan: str, before: bool) -> None:
     """At each moment: also right after the momentum was set, when what it asks for is not there yet."""
-    cls = getattr(generated, name)
+    cls = getattr(optim, name)
     for cut in range(1, len(MOMENTA)):
         params, opt = of_sgd(cls, plan=plan)
         whole_steps(params, opt, MOMENTA[:cut])
@@ -432,7 +432,7 @@ def test_states_are_loaded_whatever_the_momentum_was(name: str, plan: str, befor
 
 
 def test_what_lacks_more_than_a_momentum_does_not_fit() -> None:
-    params, opt = of_sgd(generated.RMSprop, plan="int8_split24")
+    params, opt = of_sgd(optim.RMSprop, plan="int8_split24")
     whole_steps(params, opt, (0.0, 0.5))
     broken = copy.deepcopy(opt.state_dict())
     for saved in (broken["state"][1], opt.state[params[1]]):
@@ -446,7 +446,7 @@ def test_what_lacks_more_than_a_momentum_does_not_fit() -> None:
 
 
 def test_a_state_that_begins_with_the_first_weight_cannot_begin_late() -> None:
-    params, opt = of_sgd(generated.MADGRAD, plan="fp32")
+    params, opt = of_sgd(optim.MADGRAD, plan="fp32")
     shown = whole_steps(params, opt, (0.0,))
     saved = copy.deepcopy(opt.state_dict())
     opt.param_groups[0]["momentum"] = 0.5

@@ -89,7 +89,7 @@ def largest(p, g, m=state(), seen=tensor_state(nonneg), *, lr=hyper(1e-2, ge=0),
 def built(spec: Spec, plan: Plan, maths: str, folder: Path) -> Any:
     """The optimizer's class, from a package of its own."""
     name = f"stages_{spec.name}_{plan.name}_{maths}"
-    return getattr(package(folder, name, emit.emit_package(spec, plan, maths=maths)), spec.class_name)
+    return getattr(package(folder, name, spec.name, emit.emit_package(spec, plan, maths=maths)), spec.class_name)
 
 
 @pytest.fixture(scope="module")

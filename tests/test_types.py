@@ -13,6 +13,7 @@ import pytest
 
 from optgen.driver.build import Request, build
 from tests.test_pages import BLOCK
+from tools import write_types
 
 ROOT = Path(__file__).parents[1]
 
@@ -117,6 +118,7 @@ mine.first_step()  # wrong
 
 def scripts(folder: Path) -> dict[str, str]:
     """Write the scripts, and build rules to `made` beside them. Returns file name -> text."""
+    write_types.write()
     (folder / "specs").mkdir()
     for name, text in SPECS.items():
         (folder / "specs" / name).write_text(text, encoding="utf-8")

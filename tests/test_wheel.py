@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from optgen.runtime.cpu import cpu
+from optgen.base import ready
 from tests import harness
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,33 +30,31 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def python(installed: Path, tmp_path: Path) -> Callable[[str], str]:
+def python(installed: Path, tmp_path: Path) -> Callable[..., str]:
     """Runs code in a folder of its own, with the unpacked wheel before everything else on the path."""
     return partial(harness.python, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(installed)})
 
 
 def test_wheel_holds_everything_that_the_checkout_has(installed: Path) -> None:
-    for here, there in (("optgen", "optgen"), ("generated", "optgen/_generated"), ("specs", "optgen/_specs")):
+    for here, there in (("optgen", "optgen"), ("specs", "optgen/_specs")):
         for path in sorted((ROOT / here).rglob("*")):
             relative = path.relative_to(ROOT / here)
-            left_out = {"__pycache__", "_generated", "MANIFEST.json"}
-            if path.name in ("kernels.h", "codecs.h"):
-                assert cpu._text(installed / there / relative) == path.read_text(), relative
-            elif path.is_file() and not left_out & set(relative.parts):
+            if path.is_file() and "__pycache__" not in relative.parts:
                 assert (installed / there / relative).read_bytes() == path.read_bytes(), relative
     assert {p.name.partition("-")[0] for p in installed.iterdir()} == {"optgen"}
+    types = (installed / "optgen/optim/__init__.pyi").read_text(encoding="utf-8")
+    assert types.count("\nclass ") == len(ready.classes())
 
 
-def test_ready_made_optimizers(installed: Path, python: Callable[[str], str]) -> None:
+def test_ready_made_optimizers(installed: Path, python: Callable[..., str]) -> None:
     out = python("""
         import pickle, sys
         import torch
         before = set(sys.modules)
         import optgen.optim
         from optgen.optim import AdamW
-        # Checked before anything is made: torch's own Optimizer loads SymPy when it is constructed.
-        assert not {"sympy", "jinja2", "optgen.lang"} & (set(sys.modules) - before)
-        assert "_generated" in AdamW.__module__ and pickle.loads(pickle.dumps(AdamW)) is AdamW
+        assert "typer" not in set(sys.modules) - before
+        assert AdamW.__module__ == "optgen._ready.adamw" and pickle.loads(pickle.dumps(AdamW)) is AdamW
         assert "AdamW" in dir(optgen.optim) and "Lion" in dir(optgen.optim)
         try:
             optgen.optim.Adamw
@@ -73,41 +71,41 @@ def test_ready_made_optimizers(installed: Path, python: Callable[[str], str]) ->
     assert str(installed) in out
 
 
-def test_every_ready_made_pair_steps_without_the_compiler(python: Callable[[str], str]) -> None:
-    """Nothing is generated for what the wheel holds, and Triton is not imported: CPU builds of torch lack it."""
-    out = python("""
+@pytest.mark.parametrize(
+    "names",
+    [("AdaHessian", "AdamW", "CAME", "SOAP", "Prodigy"), pytest.param(tuple(ready.classes()), marks=pytest.mark.full)],
+)
+def test_ready_made_optimizers_step_without_the_compiler(python: Callable[..., str], names: tuple[str, ...]) -> None:
+    """Run what was generated before. Triton is not imported either: CPU builds of torch lack it."""
+    code = f"""
+        names = {names}
         import sys
         import warnings
-        from pathlib import Path
         import torch
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # torch itself loads SymPy here
-        for name in ("optgen.driver", "optgen.backends", "optgen.lang", "sympy", "jinja2", "triton"):
+        for name in ("triton", *sys.argv[1:]):
             sys.modules[name] = None  # its import fails
-        import optgen
+        from optgen import optim
         from optgen.runtime.cpu import cpu
         from optgen.runtime.layout.plans import load
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # plans that are discouraged
-        plans = sorted(f.name for f in Path(optgen.__file__).parent.glob("plans/[a-z]*/"))
-        done = 0
-        for name in optgen.optim.__all__:
-            made = getattr(optgen.optim, name)
-            for plan in plans:
+        for made in (getattr(optim, name) for name in names):
+            for plan in made.PLANS:
                 p = torch.nn.Parameter(torch.full((33, 128), 0.5, dtype=torch.bfloat16))
                 p.grad = torch.full_like(p, 0.25)
                 assert cpu.has_kernels(load(made, plan))
                 optimizer = made([p], lr=0.25, plan=plan, backend="reference")
                 optimizer.feed(**dict.fromkeys(made.INPUTS, torch.ones_like))
                 optimizer.step()
-                assert p.isfinite().all() and optimizer.state[p]["step"] == 1, (name, plan)
-                done += 1
-        print(len(optgen.optim.__all__), len(plans), done)
-    """)
-    rules, plans, done = map(int, out.split())
-    assert done == rules * plans
+                assert p.isfinite().all() and optimizer.state[p]["step"] == 1, (made, plan)
+            print(len(made.PLANS))
+    """
+    compiler = "optgen.driver.compile", "optgen.backends", "optgen.lang", "sympy", "jinja2"
+    assert python(code) == python(code, *compiler) == f"{len(ready.plans())}\n" * len(names)
 
 
-def test_rules_around_ready_made_rules(python: Callable[[str], str], tmp_path: Path) -> None:
+def test_rules_around_ready_made_rules(python: Callable[..., str], tmp_path: Path) -> None:
     """The ready-made ones under other plans, and a project's own, in specs/ and in a file beside nothing."""
     (tmp_path / "specs").mkdir()
     rule = "from optgen.lang import clipped\nfrom specs.adamw import adamw as base\n\nmine = clipped(base)\n"
@@ -131,7 +129,7 @@ def test_rules_around_ready_made_rules(python: Callable[[str], str], tmp_path: P
     assert out.split() == ["LookaheadAdamW", "ClippedAdamW", "ClippedAdamW", "ClippedAdamW"]
 
 
-def test_a_project_of_ones_own(python: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_project_of_ones_own(python: Callable[..., str], tmp_path: Path) -> None:
     out = python("""
         import sys
         from optgen.driver.cli import main
@@ -161,7 +159,7 @@ def test_a_project_of_ones_own(python: Callable[[str], str], tmp_path: Path) -> 
     ],
 )  # fmt: skip
 def test_what_the_compiler_needs_is_named_where_it_is_missing(
-    python: Callable[[str], str], absent: str, code: str, extra: str
+    python: Callable[..., str], absent: str, code: str, extra: str
 ) -> None:
     out = python(f"""
 import contextlib, sys

@@ -70,7 +70,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": PEAK, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     if name.startswith("torch"):
         return torch.optim.AdamW(model.parameters(), **options)
-    from generated import AdamW
+    from optgen.optim import AdamW
 
     optimizer: torch.optim.Optimizer = AdamW(model.parameters(), plan=name.split()[1], **options)
     return optimizer

@@ -239,9 +239,13 @@ def put_in(mutant: dict[str, Any]) -> bool:
 
 def texts(rules: tuple[str, ...] = ()) -> str:
     """Return whether the generated texts of these rules, or of all, would be others."""
-    from optgen.driver.build import Request, build
+    from optgen.driver.build import HASHES, hash_jobs
+    from optgen.driver.project import read_config
 
-    return "" if build(Request(check=True, names=rules)).clean else "tests/test_build.py: generated texts"
+    jobs = hash_jobs(read_config(ROOT), ROOT)
+    made = {f"{name} {text}" for name in rules or jobs for text in jobs[name]().values()}
+    known = (ROOT / "generated" / HASHES).read_text(encoding="utf-8").splitlines()
+    return "" if made.issubset(known) else "tests/test_build.py: generated texts"
 
 
 def tested(step: str) -> str:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import generated
+from optgen import optim
 from optgen.runtime.cpu import cpu
 from optgen.runtime.layout import layout, sharding, workspace
 from optgen.runtime.reference.matrices import FLOPS
@@ -108,7 +108,7 @@ def row(rule: str, ranks: int) -> Row:
         assert of.here is not None
         part = torch.empty([b - a for a, b in of.here], dtype=torch.bfloat16, device="meta")
         params.append(nn.Parameter(sharding.wrapped(part, of)))
-    opt = getattr(generated, rule)(params, plan=PLAN)
+    opt = getattr(optim, rule)(params, plan=PLAN)
     with without_kernels():
         for p in params:
             p.grad = torch.zeros_like(p)

@@ -46,7 +46,7 @@ class Adafactor(Optimizer):
     FLAGS = (
         Flag("factored", shape=lambda shape: len(shape) >= 2),
     )
-    PLANS = ("fp32", "int8_split24",)
+    PLANS = ("fp32", "int8_split24", "int4_split24",)
 
     def __init__(
         self, params, lr=0.01, beta2_decay=-0.8, eps=(1.1920928955078125e-7, 0.001), d=1.0, weight_decay=0.0, **options
@@ -325,5 +325,3 @@ STEPS = (
         ),
     ),
 )
-
-READY = True

@@ -45,12 +45,7 @@ class AdamW(Optimizer):
         Flag("amsgrad", False),
         Flag("decouple_lr", False),
     )
-    PLANS = (
-        "fp32", "bf16", "bf16_sr", "bf16_kahan", "fp32_master", "split32", "int8_split24", "int6_split24",
-        "int5_split24", "int4_split24", "int5_int3_split24", "int8", "int8_rn_split24", "flashoptim", "bnb8",
-        "torchao8", "torchao4", "torchao_fp8", "lpmm4", "lpmm4_factor", "int4_factored_split24",
-        "int5_factored_split24",
-    )
+    PLANS = ("fp32", "int8_split24", "int4_split24",)
 
     def __init__(
         self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, amsgrad=False, decouple_lr=False,
@@ -195,5 +190,3 @@ STEPS = (
     Rule(({"amsgrad": True, "decouple_lr": False},), SCALARS_3, host=kernel_scalars, stages=(ADAMW_AMSGRAD_2,)),
     Rule(({"amsgrad": True, "decouple_lr": True},), SCALARS_4, host=kernel_scalars_2, stages=(ADAMW_AMSGRAD_2,)),
 )
-
-READY = True

@@ -50,7 +50,7 @@ class CAME(Optimizer):
     FLAGS = (
         Flag("factored", shape=lambda shape: len(shape) >= 2),
     )
-    PLANS = ("fp32", "int8_split24",)
+    PLANS = ("fp32", "int8_split24", "int4_split24",)
 
     def __init__(
         self, params, lr=0.0002, eps=(1e-30, 1e-16), clip_threshold=1.0, betas=(0.9, 0.999, 0.9999), weight_decay=0.0,
@@ -395,5 +395,3 @@ STEPS = (
         ),
     ),
 )
-
-READY = True

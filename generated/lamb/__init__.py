@@ -45,7 +45,7 @@ class LAMB(Optimizer):
     FLAGS = (
         Flag("grad_averaging", True),
     )
-    PLANS = ("fp32", "int8_split24",)
+    PLANS = ("fp32", "int8_split24", "int4_split24",)
 
     def __init__(
         self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, min_norm=0.0, max_norm=3e38,
@@ -269,5 +269,3 @@ STEPS = (
         stages=(LAMB_LATE_1, LAMB_2_3, LAMB_LATE_3),
     ),
 )
-
-READY = True

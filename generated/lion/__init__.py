@@ -27,7 +27,7 @@ class Lion(Optimizer):
         Hyper("betas", (0.9, 0.99), ge=0.0, lt=1.0),
         Hyper("weight_decay", 0.0, ge=0.0),
     )
-    PLANS = ("fp32", "int8_split24",)
+    PLANS = ("fp32", "int8_split24", "int4_split24",)
 
     def __init__(self, params, lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **options)
@@ -88,5 +88,3 @@ STEPS = (
         ),
     ),
 )
-
-READY = True

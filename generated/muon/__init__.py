@@ -74,7 +74,7 @@ class Muon(Optimizer):
         Flag("adamw", False),
         Flag("matrix", shape=lambda shape: len(shape) >= 2),
     )
-    PLANS = ("fp32", "int8_split24",)
+    PLANS = ("fp32", "int8_split24", "int4_split24",)
     BLOCKS = "heads"
 
     def __init__(
@@ -381,5 +381,3 @@ STEPS = (
         ),
     ),
 )
-
-READY = True

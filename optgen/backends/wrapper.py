@@ -89,7 +89,6 @@ class ClassRow:
     shapes: Mapping[str, str]  # flag -> the source of its function of the shape; "" if it has none
     plans: tuple[str, ...]
     rule: tuple[str, ...]  # the lines of the author's function
-    own: Mapping[str, str] = field(default_factory=dict)  # the user's plans -> their packages
     evaluation: tuple[str, ...] = ()  # lines of the function that gives the weights to evaluate with
     inputs: tuple[str, ...] = ()  # the further values per element that its user feeds
     blocks: str = ""  # what blocks of rows are that its user may ask for: "rows" of its matrix, or "heads"

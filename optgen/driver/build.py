@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import gc
 import hashlib
 import json
 import multiprocessing
@@ -24,20 +23,18 @@ from functools import partial
 from pathlib import Path
 
 from optgen.base import ready
+from optgen.base.collecting import uncollected
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
 from optgen.driver import emit, judge, load, swap, targets
-from optgen.driver.plan_formats import PLANS, is_ready
+from optgen.driver.plan_formats import PLANS
 from optgen.driver.project import DEFAULT_PLANS, Config, Maths, Wish, once, placed, plan_wishes, read_config, wishes
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 
 MANIFEST = "MANIFEST.json"
 INIT = "__init__.py"
-STUB = "../optgen/optim/__init__.pyi"
-"""The types of the ready-made classes, from their generated folder: it belongs to the build of this repository."""
-READY = "../optgen/plans/"
-"""The packages of the ready-made plans, likewise."""
+HASHES = "HASHES"
 PROCESSES = 2  # more would not help: half of the time is spent on the start of one process and on reading specs
 MANY_JOBS = 4
 
@@ -96,12 +93,14 @@ class Built:
     reference  the name or file that it is found by from the project's folder
     sources    the project's files that it was generated from, by their path from the generated folder, with their
                hashes; the runtime compares them as its class is imported
+    maths      of its kernels and of its plans', which rules share
     """
 
     class_name: str
     reference: str
     plans: Sequence[str]
     sources: Mapping[str, str]
+    maths: Maths
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,9 @@ class Manifest:
         return self.specs[spec].plans if spec in self.specs else ()
 
     def text(self) -> str:
-        return json.dumps({k: dict(sorted(part.items())) for k, part in asdict(self).items()}, indent=2) + "\n"
+        parts = ((k, (f"{json.dumps(name)}: {json.dumps(x)}" for name, x in sorted(part.items())))
+                 for k, part in asdict(self).items())  # fmt: skip
+        return "{\n" + ",\n".join(f'"{k}": {{\n' + ",\n".join(rows) + "\n}" for k, rows in parts) + "\n}\n"
 
 
 def read_manifest(out: Path) -> Manifest:
@@ -155,28 +156,13 @@ class Unit:
     reference: str
     plans: tuple[Plan, ...]
 
-    def own(self, maths: Maths) -> list[Plan]:
-        """Return the plans that are the user's."""
-        return [plan for plan in self.plans if not emit.comes_with(plan, maths)]
-
-    def built(self, out: Path, project: Path) -> Built:
+    def built(self, out: Path, project: Path, maths: Maths) -> Built:
         """Return the unit's entry in the manifest of a folder."""
-        return Built(self.spec.class_name, self.reference, [p.name for p in self.plans], _sources(self, out, project))
+        plans = [p.name for p in self.plans]
+        return Built(self.spec.class_name, self.reference, plans, _sources(self, out, project), maths)
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Suspend the collection of cycles, which took a seventh of the time: nodes live until the end anyway."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def build(request: Request, track: Track | None = None) -> Outcome:
     """Build or check the requested pairs. Raises UserError before anything is changed."""
     config = read_config(request.project)
@@ -186,9 +172,14 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     units = _units(request, config, manifest, outcome)
     outcome.packages = [f"{u.spec.name}/{plan.name}" for u in units for plan in u.plans]
     outcome.classes = sorted(u.spec.class_name for u in units)
-    made = _generate(_jobs(request, config, units, out), track)
-    files = {name: text for name, text in made.items() if not _is_beside(name)}
-    specs = {u.spec.name: u.built(out, request.project) for u in units}
+    maths = request.maths or config.maths
+    specs = {u.spec.name: u.built(out, request.project, maths) for u in units}
+    if request.named:
+        _refuse_other_maths(manifest, specs, maths)
+    hashed = hash_jobs(config, request.project) if config.hashes and not request.named else {}
+    files = _generate([*_jobs(units, maths, request.backends or config.backends), *hashed.values()], track)
+    if hashed:
+        files[HASHES] = "".join(f"{name} {files.pop(f'{HASHES}/{name}')}\n" for name in hashed)
     folders = {_package(name) for name in files}
     others: dict[str, str] = {}
     if request.named:
@@ -197,10 +188,18 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     files[INIT] = init_text(_distinct(specs))
     stale = _removable(out, set(manifest.files) - set(others) - set(files), outcome)
     files[MANIFEST] = Manifest(others | {k: digest(v.encode()) for k, v in files.items()}, specs).text()
-    _compare(out, made | files, stale, manifest, outcome)
+    _compare(out, files, stale, manifest, outcome)
     if not request.check:
-        _write(out, made | files, outcome)
+        _write(out, files, outcome)
     return outcome
+
+
+def _refuse_other_maths(manifest: Manifest, specs: Mapping[str, Built], maths: Maths) -> None:
+    """Raise E411 where a rule that stays as it is shares plans with those that are built in other maths."""
+    for name, built in manifest.specs.items():
+        if name not in specs and built.maths != maths:
+            want = f"{built.maths}, as that of {name}, whose plans these rules share"
+            raise UserError("E411", option="maths", want=want, got=maths, hint="build all that the folder has")
 
 
 def _removable(out: Path, gone: set[str], outcome: Outcome) -> list[str]:
@@ -359,16 +358,28 @@ def _distinct(specs: Mapping[str, Built]) -> dict[str, str]:
 # -- generating
 
 
-def _jobs(request: Request, config: Config, units: Sequence[Unit], out: Path) -> list[Job]:
-    """Return the functions that generate the text of classes, of pairs, and of the packages of plans."""
-    maths, others = request.maths or config.maths, _left_out(request.backends or config.backends)
-    here = ready.is_checkout() and out.resolve() == ready.generated_dir()  # optgen.optim's stub has its classes
-    own = {plan.name: plan for u in units for plan in u.own(maths)}
-    made: list[tuple[str, Job]] = [(f"{PLANS}/{k}", partial(emit.plan_files, plan, maths)) for k, plan in own.items()]
-    for u in units:
-        made += _jobs_of(u, maths, not (here and is_ready(u.spec)))
-    beside = _jobs_beside(units, request.project) if here and not request.named else []
-    return beside + [partial(_inside, folder, make, others) for folder, make in made]
+def _jobs(units: Sequence[Unit], maths: Maths, backends: Sequence[str]) -> list[Job]:
+    """Return the functions that generate the packages of plans and of rules. Plans have the text of all backends: rules
+    share them, and may be built for others."""
+    others = _left_out(backends)
+    plans = {plan.name: plan for u in units for plan in u.plans}
+    jobs: list[Job] = [partial(_inside, f"{PLANS}/{k}", partial(emit.plan_files, x, maths)) for k, x in plans.items()]
+    return jobs + [partial(_inside, u.spec.name, partial(_rule, u, maths), others) for u in units]
+
+
+def hash_jobs(config: Config, project: Path) -> dict[str, Job]:
+    """Return the functions that hash the text of each of the project's own plans, and rules under all plans."""
+    plans, file = load.plans(project), (project / "specs" / load.PLANS_FILE).resolve()
+    own = {name: plan for name, plan in plans.items() if plan.loc and Path(plan.loc.file).resolve() == file}
+    made: dict[str, Job] = {f"{PLANS}/{k}": partial(emit.plan_files, plan, config.maths) for k, plan in own.items()}
+    for name in (name for name, entry in load.entries(project).items() if entry.own):
+        made[name] = partial(emit.rule_files, load.find_spec(name, project), tuple(plans), config.maths)
+    return {name: partial(_hashed, name, make) for name, make in made.items()}
+
+
+def _hashed(name: str, make: Job) -> Files:
+    text = "".join(f"{file}\0{text}\0" for file, text in sorted(make().items()))
+    return {f"{HASHES}/{name}": digest(text.encode())}
 
 
 def _left_out(backends: Sequence[str]) -> set[str]:
@@ -377,28 +388,17 @@ def _left_out(backends: Sequence[str]) -> set[str]:
     return {file for backend in others for file in backend.names}
 
 
-def _jobs_of(unit: Unit, maths: Maths, stub: bool) -> Iterator[tuple[str, Job]]:
-    """Yield the folder and the function of a rule's files and of each pair's, and of the class's stub."""
-    spec, packages = unit.spec, {plan.name: f"..{PLANS}.{plan.name}" for plan in unit.own(maths)}
-    yield spec.name, partial(emit.rule_files, spec, tuple(plan.name for plan in unit.plans), packages, maths)
-    if stub:
-        yield spec.name, partial(emit.class_stub, spec)
+def _rule(unit: Unit, maths: Maths) -> Files:
+    """Return the files of a rule, of the stub of its class, and of what the lint finds about its plans."""
+    files = emit.rule_files(unit.spec, tuple(plan.name for plan in unit.plans), maths) | emit.class_stub(unit.spec)
     for plan in unit.plans:
-        yield f"{spec.name}/{plan.name}", partial(emit.emit_plan, spec, plan, maths=maths)
+        files |= _inside(plan.name, partial(emit.findings_files, unit.spec, plan))
+    return files
 
 
 def _inside(folder: str, make: Job, left: Collection[str] = ()) -> Files:
     """Return the files that a job makes as those of a folder, without those of some names."""
     return {f"{folder}/{name}": text for name, text in make().items() if Path(name).name not in left}
-
-
-def _jobs_beside(units: Sequence[Unit], project: Path) -> list[Job]:
-    """Return the functions that generate what lies beside this repository's folder, the longest first."""
-    specs, plans = [u.spec for u in units], [plan for plan in load.plans(project).values() if is_ready(plan)]
-    jobs: list[Job] = [lambda: {f"{READY}discouraged.py": emit.findings_text(specs), STUB: emit.emit_stub(specs)}]
-    for k, plan in enumerate(plans):
-        jobs.append(partial(_inside, f"{READY}{plan.name}", partial(emit.plan_files, plan, "fast", tuple(plans[:k]))))
-    return jobs
 
 
 def _generate(jobs: Sequence[Job], track: Track | None) -> Files:
@@ -493,17 +493,12 @@ def _compare(
             outcome.unchanged += old is not None
             continue
         (outcome.written if new is not None else outcome.removed).append(name)
-        if old and old.strip() and name != MANIFEST and not _is_beside(name):
+        if old and old.strip() and name != MANIFEST:
             outcome.edited += [name] * (digest(old.encode()) != manifest.files.get(name))
         a, b = f"{outcome.out}/{name}", f"{outcome.out}/{name} (built)"
         lines = difflib.unified_diff((old or "").splitlines(True), (new or "").splitlines(True), a, b)
         diff += [line if line.endswith("\n") else line + "\n" for line in lines]
     outcome.diff = "".join(diff)
-
-
-def _is_beside(name: str) -> bool:
-    """Return True for files of this package, which a build of this repository writes beside its generated folder."""
-    return name == STUB or name.startswith(READY)
 
 
 def _write(out: Path, files: Mapping[str, str], outcome: Outcome) -> None:
@@ -514,12 +509,7 @@ def _write(out: Path, files: Mapping[str, str], outcome: Outcome) -> None:
         more = f" and {len(outcome.edited) - 3} more" if outcome.edited[3:] else ""
         raise UserError("E406", out=outcome.out, names=", ".join(outcome.edited[:3]) + more)
     try:
-        written = {name: files[name] for name in outcome.written}
-        beside = {name: written.pop(name) for name in outcome.written if _is_beside(name)}
-        swap.replace_files(out, written, outcome.removed, MANIFEST)
-        for name, text in beside.items():
-            (out / name).parent.mkdir(parents=True, exist_ok=True)
-            (out / name).write_text(text, encoding="utf-8", newline="\n")
+        swap.replace_files(out, {name: files[name] for name in outcome.written}, outcome.removed, MANIFEST)
         _drop_empty(out, outcome.removed)
     except OSError as error:
         place = error.filename2 or error.filename or out

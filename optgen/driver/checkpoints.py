@@ -1,12 +1,9 @@
-"""The commands on checkpoint files, with optimizers that are ready-made or compiled."""
+"""The commands on checkpoint files, with compiled optimizers."""
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from typing import Any
 
-from optgen.base import ready
 from optgen.convert import files
 from optgen.convert.files import TORCH, existing
 from optgen.driver import compile as compiling
@@ -14,7 +11,6 @@ from optgen.driver import load
 from optgen.driver.terminal import Missing
 from optgen.runtime.checkpoint import container
 from optgen.runtime.checkpoint.container import CheckpointError
-from optgen.runtime.layout import plans
 
 
 def verify(path: str) -> dict[str, Any]:
@@ -41,11 +37,4 @@ def convert(
 
 
 def _class(rule: str) -> Any:
-    """Return the optimizer of a rule, ready-made or compiled."""
-    spec = load.find_spec(rule)
-    if Path(spec.loc.file).resolve().parent == ready.specs_dir().resolve():
-        made = getattr(importlib.import_module("optgen._generated"), spec.class_name, None)
-        if made is not None:
-            plans.provider = plans.provider or compiling.provide
-            return made
-    return compiling.compile(spec, "fp32")
+    return compiling.compile(rule, "fp32")

@@ -1,30 +1,27 @@
-"""Compile in memory: a spec and a plan -> a class, without a generated folder in the user's project.
+"""Compile without a generated folder in the user's project: a spec and a plan -> a class.
 
-The text is the same as `optgen build` writes.  It is kept in a folder of the user's cache, named by its own
-content, because Triton and tracebacks read sources from files; from there it is imported under a private package.
+The text is the same as `optgen build` writes.  It is kept in the user's cache, because Triton and tracebacks read
+sources from files, and imported from there: under a hash of itself, or of a ready-made optimizer under a hash of the
+compiler (optgen/_ready.py).
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import hashlib
 import importlib
-import os
-import shutil
 import sys
-import tempfile
 from functools import lru_cache
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
+from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean
-from optgen.driver import emit, judge, load
+from optgen.driver import cache, emit, judge, load
+from optgen.driver.plan_formats import PLANS
 from optgen.driver.project import MATHS, Maths
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
-from optgen.runtime.cpu import native
 from optgen.runtime.layout import plans as runtime_plans
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.warn import tell
@@ -68,7 +65,7 @@ def _class(spec: Spec, plan: Plan, maths: Literal["strict", "fast"]) -> type[Any
     judge.judge(spec, plan)
     tell(f"generating {spec.class_name} under plan {plan.name}")
     files = emit.emit_package(spec, plan, maths=maths)
-    module = import_package(spec.name, files)
+    module = importlib.import_module(f"{import_package(spec.name, files).__name__}.{spec.name}")
     _specs[module.__name__] = spec, maths
     made = getattr(module, spec.class_name)
     assert isinstance(made, type)
@@ -78,7 +75,9 @@ def _class(spec: Spec, plan: Plan, maths: Literal["strict", "fast"]) -> type[Any
 def provide(cls: type, plan: str) -> Pair:
     """Return the records of a class under a plan that it was not built for."""
     base: Any = cls
-    spec, maths = _specs.get(cls.__module__) or (load.find_spec(base.SPEC), "fast")
+    own = cls.__module__.startswith("optgen._ready.")  # and not a rule of that name in the user's project
+    rule = ready.specs_dir() / f"{base.SPEC}.py" if own else base.SPEC
+    spec, maths = _specs.get(cls.__module__) or (load.find_spec(rule), "fast")
     if spec.class_name != cls.__name__:
         raise ValueError(f"{cls.__name__} was built from a spec {base.SPEC!r} that is not here; build it with the plan")
     try:
@@ -88,48 +87,28 @@ def provide(cls: type, plan: str) -> Pair:
     return runtime_plans.load(made, plan)
 
 
+def ready_files(first: str, second: str = "") -> dict[str, str]:
+    """Return the files of a ready-made rule ("adamw"), of a plan ("plans", "fp32") or of findings ("adamw", "bf16")."""
+    plan = load.find_plan(f"{ready.specs_dir() / load.PLANS_FILE}:{second}") if second else None
+    if plan is not None and first == PLANS:
+        tell(f"generating plan {second}")
+        return emit.plan_files(plan)
+    spec = load.find_spec(ready.specs_dir() / f"{first}.py")
+    if plan is not None:
+        return emit.findings_files(spec, plan)
+    tell(f"generating {spec.class_name}")
+    return emit.rule_files(spec, ready.plans(), "fast")
+
+
 def import_package(name: str, files: dict[str, str]) -> ModuleType:
-    """Import the package of these files: path below it -> text."""
+    """Import the package of these files (path below it -> text), which is kept under a hash of them."""
     key = "".join(f"{path}\0{len(text)}\0{text}" for path, text in sorted(files.items()))
-    package = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    root = cache_folder()
-    for path, text in files.items():
-        _put(root / package / path, text)
+    folder = cache.kept(f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}", lambda: files)
     if PACKAGE not in sys.modules:
         parent = ModuleType(PACKAGE, "Optimizers compiled in memory.")
         parent.__path__ = []
         sys.modules[PACKAGE] = parent
-    if str(root) not in sys.modules[PACKAGE].__path__:
-        sys.modules[PACKAGE].__path__.append(str(root))
+    if str(folder.parent) not in sys.modules[PACKAGE].__path__:
+        sys.modules[PACKAGE].__path__.append(str(folder.parent))
     importlib.invalidate_caches()
-    return importlib.import_module(f"{PACKAGE}.{package}")
-
-
-def _put(path: Path, text: str) -> None:
-    """Write a file whose name has its content's hash, whole or not at all, unless it is there already."""
-    with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
-        if path.read_text(encoding="utf-8") == text:
-            return
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-@lru_cache(maxsize=1)
-def cache_folder() -> Path:
-    """Return the folder of compiled kernels if it can be used, else a new folder for this process.
-
-    Code is imported from there: a folder that others own or may write to is not used.
-    """
-    folder = native.usable_folder()
-    if folder is not None and os.access(folder, os.W_OK):
-        return folder
-    fresh = Path(tempfile.mkdtemp(prefix="optgen-"))
-    atexit.register(shutil.rmtree, fresh, ignore_errors=True)
-    return fresh
+    return importlib.import_module(f"{PACKAGE}.{folder.name}")

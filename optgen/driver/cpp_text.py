@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
 from optgen import passes
 from optgen.backends import columns, cpp_codecs, cpp_text
-from optgen.driver import kernel_text, plan_formats, targets, triton_text
+from optgen.driver import kernel_text, targets, triton_text
 from optgen.driver.project import Maths
 from optgen.formats.plan import Plan
 from optgen.ir.node import Node, Rewriter, is_const, op
@@ -21,8 +21,8 @@ FILE, CODECS = "kernels.h", "codecs.h"
 """The files of a rule, and of a plan."""
 
 
-def _header(mark: str, lines: Iterable[str], structs: Iterable[list[str]]) -> str:
-    head = [f"//{mark[1:]}", *lines, "// clang-format off"]
+def _header(mark: str, structs: Iterable[list[str]]) -> str:
+    head = [f"//{mark[1:]}", "// clang-format off"]
     return columns.cpp("\n".join([*head, *(x for s in structs for x in ("", *s))]) + "\n")
 
 
@@ -49,25 +49,21 @@ def rule_text(spec: Spec, maths: Maths) -> str:
             else:
                 title = f"// {'a sweep' if stage.is_sweep else stage.space.name}: {stage.why}"
                 structs[kernel] = cpp_text.stage_function(stage.schedule, kernel, nonneg, title)
-    return _header(targets.mark(spec.loc.file, f"{spec.name} · cpp, {maths} maths"), (), structs.values())
+    return _header(targets.mark(spec.loc.file, f"{spec.name} · cpp, {maths} maths"), structs.values())
 
 
 @lru_cache(maxsize=256)
-def codec_text(plan: Plan, maths: Maths, others: Sequence[Plan] = ()) -> str:
-    """Return the text of a plan's C++ codecs, with the names of those that stand in the files of `others`."""
-    every = list(triton_text.codecs(plan, maths))
-    alone = {name for name, codec, _, _ in every if not cpp_codecs.table_lines([codec])}
-    known = {name: there for name, there in plan_formats.shared(plan, others).items() if name in alone}
-    found = [codec for codec in every if codec[0] not in known]
+def codec_text(plan: Plan, maths: Maths) -> str:
+    """Return the text of a plan's C++ codecs."""
+    found = list(triton_text.codecs(plan, maths))
     structs = [table] if (table := cpp_codecs.table_lines(codec for _, codec, _, _ in found)) else []
-    names = {name for name, _, _, _ in every}
+    names = {name for name, _, _, _ in found}
     for name, codec, fmt, doc in found:
         both = fmt is not None and f"{name}_nearest" not in names
         codec = codec if maths == "strict" or codec.encode is None else replace(codec, encode=_clamped(codec.encode))
         small = [cpp_text.stage_function(s, f"small_{k}", (), static=True) for k, s in enumerate(codec.small, 1)]
         structs += cpp_codecs.codec_structs(codec, name, doc, both, small)
-    head = [f"// from {of}: {there}" + f" as {name}" * (name != there) for name, (of, there) in known.items()]
-    return _header(targets.mark(plan.loc.file, f"plan {plan.name} · C++ codecs, {maths} maths"), head, structs)
+    return _header(targets.mark(plan.loc.file, f"plan {plan.name} · C++ codecs, {maths} maths"), structs)
 
 
 def _clamped(step: Step) -> Step:

@@ -24,8 +24,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from torch import Tensor
 
 from optgen.base.errors import UserError
-from optgen.driver import targets
-from optgen.driver.compile import cache_folder
+from optgen.driver import cache, targets
 from optgen.driver.compile import compile as compile_class
 from optgen.driver.project import Maths
 from optgen.formats.plan import Plan
@@ -294,4 +293,4 @@ def _keep(result: Result, report: Report, example: Example) -> None:
 def keep_away_from(folder: Path) -> None:
     """Let Hypothesis keep its files, .hypothesis by default, in the cache folder and not in a user's."""
     if not (folder / ".hypothesis").is_dir():
-        set_hypothesis_home_dir(cache_folder() / "hypothesis")
+        set_hypothesis_home_dir(cache.folder() / "hypothesis")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 
-from optgen.backends.printer import wrapped
-from optgen.base import ready
 from optgen.formats import floats
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan
 from optgen.ir.program import Program
-from optgen.lang.spec import Spec
 from optgen.lower import CodecPrograms, lower_codec
 
 PLANS = "plans"
-"""The folder of plans, in a generated folder and in this package."""
+"""The folder of plans, in a generated folder."""
 
 
 @lru_cache(maxsize=256)
@@ -62,30 +58,3 @@ def codec_of(plan: Plan, fmt: Format) -> str:
         if own == fmt:
             return name
     return next(name for name, own in known.items() if own.rounded(fmt.rounding) == fmt)
-
-
-def shared(plan: Plan, others: Sequence[Plan]) -> dict[str, tuple[str, str]]:
-    """Return codec name -> (plan, name there) of the codecs that one of the other plans has too."""
-    found: dict[str, tuple[str, str]] = {}
-    for other in others:
-        theirs = {fmt: name for name, fmt in formats(other).items()}
-        same = {name: theirs[fmt] for name, fmt in formats(plan).items() if fmt in theirs}
-        if plan.master == other.master:
-            same |= {name: name for name in ("weight_bf16", "weight_f16")}
-        for name, there in same.items():
-            found.setdefault(name, (other.name, there))
-    return found
-
-
-def imports(found: Mapping[str, tuple[str, str]], module: str) -> list[str]:
-    """Return the lines that import codecs from a module (".triton") of the packages of other plans."""
-    lines = []
-    for plan in sorted({plan for plan, _ in found.values()}):
-        names = [own if own == name else f"{name} as {own}" for own, (of, name) in found.items() if of == plan]
-        lines += wrapped(f"from optgen.{PLANS}.{plan}{module} import ", sorted(names), "", whole=120)
-    return lines
-
-
-def is_ready(made: Plan | Spec) -> bool:
-    """Return True for a plan or a rule that comes with the package."""
-    return Path(made.loc.file).resolve().is_relative_to(ready.specs_dir().resolve())

@@ -3,10 +3,13 @@
     [tool.optgen]
     out = "generated"
     maths = "fast"
+    hashes = false
     build = [
         { specs = ["*"], plans = ["fp32", "int8_split24"] },
         { specs = ["adamw"], plans = ["*"] },
     ]
+
+With `hashes`, the folder has a file HASHES of what every rule and plan of the project generates, built or not.
 
 Names may be patterns: of specs, over those in the project's own specs/ folder; of plans, over all that fit the
 spec and pass the lint.  Names without a wildcard may also be ready-made specs, or files ("rules/mine.py").
@@ -48,6 +51,7 @@ class Config:
     maths: Maths = "fast"
     backends: tuple[str, ...] = ()
     build: tuple[Rule, ...] | None = None
+    hashes: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def _config(table: Any, file: Path) -> Config:
 
     if not isinstance(table, dict):
         raise refuse("is not a table")
-    known = ("out", "maths", "backends", "build")
+    known = ("out", "maths", "backends", "build", "hashes")
     for key in table:
         if key not in known:
             raise refuse(f"has no entry `{key}`", hint=did_you_mean(key, known))
@@ -99,10 +103,13 @@ def _config(table: Any, file: Path) -> Config:
     backends = table.get("backends", [])
     if not isinstance(backends, list) or not all(b in BACKENDS for b in backends):
         raise refuse(f"`backends` lists some of {', '.join(BACKENDS)}, got {backends!r}", hint="")
+    if not isinstance(hashes := table.get("hashes", False), bool):
+        raise refuse(f"`hashes` is true or false, got {hashes!r}", hint="")
     rules = table.get("build")
     if rules is not None and not isinstance(rules, list):
         raise refuse("`build` is a list of { specs, plans }")
-    return Config(out, maths, tuple(backends), None if rules is None else tuple(_rule(r, refuse) for r in rules))
+    asked = None if rules is None else tuple(_rule(r, refuse) for r in rules)
+    return Config(out, maths, tuple(backends), asked, hashes)
 
 
 def _rule(row: Any, refuse: Callable[[str], UserError]) -> Rule:

@@ -371,7 +371,8 @@ def plan_record(plan: Plan, maths: Maths = "fast") -> PlanRecord:
         weights[param.torch] = FormatRecord(f"weight_{param.name}", tuple(fields), plan.master.noise_bits(param))
     given = {role: _format(plan, getattr(plan, role), maths) for role in ("signed", "nonneg", "initial", "small")}
     own = {state: _format(plan, fmt, maths) for state, fmt in sorted(plan.overrides.items())}
-    return PlanRecord(plan.small_numel, weights, **given, matrices=plan.matrices, overrides=own)
+    wrong = bool(plan.discouraged)
+    return PlanRecord(plan.small_numel, weights, **given, matrices=plan.matrices, overrides=own, discouraged=wrong)
 
 
 def _format(plan: Plan, fmt: Format, maths: Maths) -> FormatRecord:

@@ -81,7 +81,7 @@ def _modules(spec: Spec, plan: Plan, fused: bool) -> dict[str, str]:
     (called, functions), (_, imports, body) = steps.matrix_lines(spec, "fast"), record_text.rule_lines(spec, "fast")
     texts = {name: _text(name) for name in PACKAGE} | {
         tile.CODECS: _eager(_text(tile.CODECS)),
-        STRICT: _eager(triton_text.codec_text(plan, "strict", (), triton_text.STRICT) + triton_text.tile_text(spec)),
+        STRICT: _eager(triton_text.codec_text(plan, "strict") + triton_text.tile_text(spec)),
         RULE: "\n".join(["import torch", *imports, *called, *functions, *body]),
         RUN: _text(RUN).replace("tile.load(tile.CODECS)", "HERE") + f"from {CLASS} import HERE\n",
         CLASS: _text(CLASS),
@@ -243,7 +243,7 @@ def text(spec: Spec, plan: Plan) -> str:
     variants = made("STRICT")
     refuse(spec, variants, of_rule["RULES"])
     sweeps = _sweeps(spec, plan, made("STEPS"))
-    c, records = emit.class_row(spec, (plan.name,), {}), list(_Records(variants).lines())
+    c, records = emit.class_row(spec, (plan.name,)), list(_Records(variants).lines())
     hypers = [(h.name, _count(h), *_range(h)) for h in c.hypers]
     bases = ["Starting"] if any(v.init for v in variants) else []
     bases += ["OfMatrices"] if any(s.on_host for v in variants if v.rule for s in v.rule.stages) else []

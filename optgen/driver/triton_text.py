@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -33,10 +32,10 @@ Import = Callable[[str, str], ModuleType]
 """(name, text) -> the module of that text."""
 
 
-def _module(header: str, lines: list[str], imports: Sequence[str] = (), kernels: bool = True) -> str:
+def _module(header: str, lines: list[str], kernels: bool = True) -> str:
     compiled = any("triton.jit" in line for line in lines)
     head = ["import triton", "import triton.language as tl", ""] if compiled else []
-    head = [header, "# fmt: off", "# ruff: noqa", *head, *imports]
+    head = [header, "# fmt: off", "# ruff: noqa", *head]
     return columns.python("\n".join([*head, *triton_text.imports(lines), *lines]).rstrip("\n") + "\n", kernels=kernels)
 
 
@@ -112,12 +111,9 @@ def codecs(plan: Plan, maths: Maths) -> Iterator[tuple[str, Codec, Format | None
 
 
 @lru_cache(maxsize=256)
-def codec_text(plan: Plan, maths: Maths, others: Sequence[Plan] = (), file: str = FILE) -> str:
-    """Return the text of a plan's Triton codecs, which imports those that `others` have too in a file of that name."""
-    every = list(codecs(plan, maths))
-    known = plan_formats.shared(plan, others)
-    found = [codec for codec in every if codec[0] not in known]
-    known = {name: known[name] for name, *_ in every if name in known}
+def codec_text(plan: Plan, maths: Maths) -> str:
+    """Return the text of a plan's Triton codecs."""
+    found = list(codecs(plan, maths))
     numbers: dict[str, tuple[float, ...]] = {}
     lines: list[str] = []
     for function in triton_text.table_functions([codec for _, codec, _, _ in found]):
@@ -132,7 +128,7 @@ def codec_text(plan: Plan, maths: Maths, others: Sequence[Plan] = (), file: str 
     tables = [line for name, x in sorted(numbers.items()) for line in listed(name, x)]
     header = targets.mark(plan.loc.file, f"plan {plan.name} · triton codecs, {maths} maths")
     lines = [*([""] if tables else []), *tables, *lines, "", *records]
-    return _module(header, lines, plan_formats.imports(known, f".{Path(file).stem}"))
+    return _module(header, lines)
 
 
 # -- both

@@ -1,6 +1,7 @@
 """Measure time and memory: `python -m tools.bench WHAT --help`.
 
     cpu       steps of the C++ backend beside torch's optimizers and other packages' (docs/benchmarks/cpu-*.md)
+    first_use  the time until a ready-made class is there, with and without a cache
     host      the host's part of a step (docs/benchmarks/host.md)
     kernel    one C++ kernel by itself, or beside the text that another revision has kept
     matrices  steps of Muon and SOAP beside the products that they consist of (docs/benchmarks/matrices.md)
@@ -15,7 +16,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-WHAT = ("cpu", "host", "kernel", "matrices", "memory", "watch")
+WHAT = ("cpu", "first_use", "host", "kernel", "matrices", "memory", "watch")
 
 
 def main(given: list[str]) -> int:

@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from optgen import optim
+from optgen.driver.project import DEFAULT_PLANS
 from tools.prose import table
 
 BASE, FLAGSHIP, COPY = "torch AdamW fused fp32", "AdamW int8_split24", "copy"
@@ -200,18 +202,17 @@ def generated(backend: str) -> list[Contender]:
 
     On GPUs also rules of several sweeps, and AdamW whose gradients are released, a parameter at a time.
     """
-    package = importlib.import_module("generated")
 
     def ours(cls: str, plan: str, dtype: torch.dtype, hypers: dict[str, Any], isa: str = "") -> Contender:
-        made = getattr(package, cls)
+        made = getattr(optim, cls)
         within = (lambda: code_path(isa)) if isa else nullcontext
         name = f"{cls} {plan}" + f", {isa}" * bool(isa)
         return Contender(name, dtype, lambda p: made(p, plan=plan, backend=backend, **hypers), True, within)
 
     rules = [("AdamW", ADAMW), ("Lion", LION)] + [("SGD", SGD)] * (backend == "triton")
     plans = (("int8_split24", BF16), ("fp32", FP32), ("int8_rn_split24", BF16))
-    kept = {cls: getattr(package, cls).PLANS for cls, _ in rules}
-    found = [ours(cls, plan, dtype, h) for cls, h in rules for plan, dtype in plans if plan in kept[cls]]
+    usual = [(c, plan, dtype, h) for c, h in rules for plan, dtype in plans if c == "AdamW" or plan in DEFAULT_PLANS]
+    found = [ours(*contender) for contender in usual]
     paths = ("avx2", "portable") if backend == "cpp" else ()
     found += [ours("AdamW", "int8_split24", BF16, ADAMW, isa) for isa in paths]
     if backend == "triton":

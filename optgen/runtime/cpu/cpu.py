@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,35 +37,20 @@ Step = Callable[[int, int, "ctypes.Array[ctypes.c_float]", int, int], int]
 
 @functools.cache
 def _text(file: Path) -> str:
-    """Return the text of a rule or a plan: that of its own file or, in a wheel, its part of the file of all."""
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    text = (file.parent.parent / file.name).read_text(encoding="utf-8")
-    return text.partition(f"// == {file.parent.name}\n")[2].partition("// == ")[0]
-
-
-@functools.cache
-def codec_text(file: Path) -> str:
-    """Return the text of a plan's codecs, those included that its lines `// from PLAN: CODEC [as NAME]` name."""
-    found, text = [], _text(file)
-    for plan, name, own in re.findall(r"^// from (\w+): (\w+)(?: as (\w+))?$", text, re.M):
-        theirs = _text(file.parent.parent / plan / file.name)
-        structs = re.findall(rf"^struct {name}_(?:fields|stochastic|nearest) .*?^}};$", theirs, re.M | re.S)
-        found += [re.sub(rf"\b{name}_(?=fields|stochastic|nearest)", f"{own or name}_", x) for x in structs]
-    return "\n".join([*found, text])
+    """Return the text of a rule or a plan."""
+    return file.read_text(encoding="utf-8")
 
 
 def has_kernels(plan: Pair) -> bool:
     """Return True if C++ kernels were generated."""
-    return bool(plan.cpp) and all(x.is_file() or (x.parent.parent / x.name).is_file() for x in plan.cpp)
+    return bool(plan.cpp) and all(x.is_file() for x in plan.cpp)
 
 
 def source(plan: Pair, variant: Variant) -> str:
     """Return the text that holds the C++ kernel of a variant."""
-    rule, codecs = plan.cpp
     assert variant.rule is not None
     make = join.source if variant.single is not None else join.steps_source
-    return make(variant, variant.rule, _text(rule), codec_text(codecs))
+    return make(variant, variant.rule, *map(_text, plan.cpp))
 
 
 def job(plan: Pair, variant: Variant, grad: torch.dtype) -> native.Job:

@@ -10,13 +10,10 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,9 +38,6 @@ PlanOption = str | Mapping[str, str] | None
 
 USUAL = "int8_split24"
 """The default plan of a class that was built for it; others take their first one."""
-
-READY = "optgen._generated."
-"""The package of the ready-made rules, which have every ready-made plan."""
 
 DEVICE = "triton"
 """The module of a rule's Triton kernels, and of a plan's Triton codecs."""
@@ -79,16 +73,6 @@ def generated_class(cls: type) -> Any:
     raise TypeError(f"{cls.__name__} is not a generated optimizer: it has no PLANS")
 
 
-def is_outdated(cls: Any) -> bool:
-    """Return True if an earlier version generated a class, or the package of one of its user's plans.
-
-    Their classes list default plans and have no records beside them; their plans have eager codecs in a file of their
-    own.
-    """
-    folder = Path(getattr(sys.modules.get(cls.__module__), "__file__", None) or "").parent.parent / "plans"
-    return "DEFAULT_PLAN" in vars(cls) or any((folder / plan / "eager.py").exists() for plan in cls.OWN_PLANS)
-
-
 def plan_name(cls: type, option: PlanOption, dtype: torch.dtype) -> str:
     """The plan of a parameter of that dtype under a group's `plan` option."""
     if isinstance(option, str):
@@ -108,7 +92,7 @@ def load(cls: type, plan: str) -> Pair:
     base = generated_class(cls)
     if (base, plan) in known:
         return known[base, plan]
-    if plan in base.PLANS or plan.isidentifier() and base.__module__.startswith(READY):
+    if plan in base.PLANS:
         found = _built(base, plan)
         if found is not None and all(v.rule is not None for v in found.variants):
             return known.setdefault((base, plan), found)
@@ -130,37 +114,26 @@ def load(cls: type, plan: str) -> Pair:
 
 
 def _built(base: Any, plan: str) -> Pair | None:
-    """Return a class under a plan; None if the plan's package is missing."""
-    package = importlib.util.resolve_name(base.OWN_PLANS.get(plan, f"optgen.plans.{plan}"), base.__module__)
+    """Return a class under a plan, whose package stands beside the class's; None if that is missing."""
+    rule = sys.modules[base.__module__]
+    package = f"{rule.__name__.rpartition('.')[0]}.plans.{plan}"
     try:
         record = importlib.import_module(package)
+        wrong = importlib.import_module(f"{rule.__name__}.{plan}").DISCOURAGED if record.PLAN.discouraged else {}
     except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        return None
-    rule, own = sys.modules[base.__module__], f"{base.__module__}.{plan}"
-    findings = importlib.import_module(own) if importlib.util.find_spec(own) else None
-    eager = base.__module__, f"{base.__module__}.{STRICT}", f"{record.__name__}.{STRICT}"
-    device = f"{base.__module__}.{DEVICE}", f"{record.__name__}.{DEVICE}"
-    pair = joined(rule, record, findings, Path(rule.__path__[0]))
-    return replace(pair, eager=eager, triton=device)
-
-
-def joined(records: ModuleType, plan: ModuleType, findings: ModuleType | None, folder: Path) -> Pair:
-    """Return the pair of a rule's package, or the module of its records, and a plan's package.
-
-    findings  the package of what the lint finds wrong with the two together, if anything
-    folder    of the rule's package
-    """
-    beside, _, name = plan.__name__.rpartition(".")
-    wrong = getattr(findings, "DISCOURAGED", {})
-    if plan.__name__ == f"optgen.plans.{name}":  # ready-made rules have the findings about ready-made plans
-        found = importlib.import_module(f"{beside}.discouraged").DISCOURAGED if hasattr(records, "READY") else {}
-        rule = records.RULES[0].name
-        wrong = {**{x: why for why, of in found.get(name, {}).items() for x in of if rule in of[x]}, **wrong}
-    variants = tuple(join.with_steps(records.RULES, records.STEPS, plan.PLAN))
-    cpp = folder / "kernels.h", Path(plan.__path__[0]) / "codecs.h"
-    return Pair(name, variants, plan.PLAN.small_numel, strict=records.STRICT, cpp=cpp, discouraged=wrong)
+        if error.name in (package.rpartition(".")[0], package, f"{rule.__name__}.{plan}"):
+            return None
+        raise
+    return Pair(
+        name=plan,
+        variants=tuple(join.with_steps(rule.RULES, rule.STEPS, record.PLAN)),
+        small_numel=record.PLAN.small_numel,
+        strict=rule.STRICT,
+        eager=(rule.__name__, f"{rule.__name__}.{STRICT}", f"{package}.{STRICT}"),
+        cpp=(Path(rule.__path__[0], "kernels.h"), Path(record.__path__[0], "codecs.h")),
+        triton=(f"{rule.__name__}.{DEVICE}", f"{package}.{DEVICE}"),
+        discouraged=wrong,
+    )
 
 
 @functools.lru_cache(maxsize=4096)

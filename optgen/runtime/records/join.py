@@ -150,6 +150,7 @@ class PlanRecord:
 
     weights  parameter dtype -> what is stored beside the parameter; nothing where there is none
     matrices  bits of matrix states whose trait is in `MATRICES`, 8 or 32
+    discouraged  True if the lint may find errors; beside each rule stands which, in a module of the plan's name
     """
 
     small_numel: int
@@ -160,6 +161,7 @@ class PlanRecord:
     small: FormatRecord = FP32
     matrices: int = 32
     overrides: Mapping[str, FormatRecord] = field(default_factory=dict)
+    discouraged: bool = False
 
     def of(self, state: StateRecord, small: bool, vector: bool) -> FormatRecord:
         """Return the format of a state; small tensors are one class, vectors and matrices."""

@@ -13,4 +13,4 @@ def shaped(p, g, m=state(when="wide"), *, lr=hyper(1e-3), wide=shape_flag(lambda
 
 
 def case():
-    class_row(shaped, ("fp32",), {})
+    class_row(shaped, ("fp32",))

@@ -1,5 +1,5 @@
 // A step of several stages: a rule's functions (generated/<rule>/kernels.h) on values that a plan's codecs
-// (optgen/plans/<plan>/codecs.h) keep, and on the few values that stages leave for one another.
+// (plans/<plan>/codecs.h) keep, and on the few values that stages leave for one another.
 #pragma once
 #include "stages.h"
 #include "sweep.h"

@@ -1,5 +1,5 @@
 // A step that is one sweep over elements: a rule (generated/<rule>/kernels.h) on values that a plan's codecs
-// (optgen/plans/<plan>/codecs.h) keep.
+// (plans/<plan>/codecs.h) keep.
 //
 // A codec that reduces over blocks takes several loops over the elements of a tile.  Loop K finds what loop K + 1
 // scales by; between them stands a stage for the blocks' own values, a vector of blocks at a time.  A value that is
