@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from docs.tools import scaling
 from optgen import optim
 from optgen.driver.compile import compile as compiled
 from optgen.lang import flag, hyper, norm, optimizer
@@ -36,7 +37,6 @@ from optgen.runtime.step import agreement
 from optgen.runtime.work import workers
 from tests import ranks
 from tests.training import bits, has_plan, keep_no_plan, planned_steps
-from tools import scaling
 
 ROOT = Path(__file__).resolve().parents[1]
 
