@@ -148,6 +148,7 @@ def loaded(spec: Spec, plan: Plan) -> joins.Pair:
         f"{folder}/__init__.py": record_text.plan_text(plan, "strict"),
         f"{folder}/{triton_text.STRICT}": triton_text.codec_text(plan, "strict"),
     }
+    files |= {f"{spec.name}/{plan.name}/{name}": text for name, text in emit.findings_files(spec, plan).items()}
     module = importlib.import_module(f"{compiling.import_package(spec.name, files).__name__}.{spec.name}")
     return plans.load(getattr(module, spec.class_name), plan.name)
 
