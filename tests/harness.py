@@ -405,8 +405,3 @@ def make_step(opt: Any) -> None:
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     # contiguous() lets one element keep its stride of 0, which view() refuses
     return torch.equal(*(x.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for x in (a, b)))
-
-
-__all__ = [
-    "Pair", "case_of", "compiled", "eager_step", "loaded", "plan_of", "same_bits", "spec_of", "strict", "variant_of",
-]  # fmt: skip

@@ -72,7 +72,7 @@ def _take(start: Any, said: "Queue[Any]") -> None:
     with mock.patch.object(_ready, "_generate", counted):
         start.wait()
         parts = ("lion",), ("plans", "fp32"), ("lion", "bf16")
-        texts = [{f.name: f.read_text() for f in _ready.folder(*x).iterdir() if f.is_file()} for x in parts]
+        texts = [{f.name: f.read_text() for f in _ready.folder(*x).glob("*.[ph]*")} for x in parts]
     said.put((made, texts))
 
 
