@@ -143,10 +143,10 @@ def _skipped(node: ast.AST) -> bool:
     return told or called.endswith("Error") or called == "warn"
 
 
-def functions(text: str) -> Iterator[tuple[str, ast.AST]]:
+def functions(text: str) -> Iterator[tuple[str, ast.FunctionDef]]:
     """Yield each function with its dotted name; functions within functions belong to the outer one."""
 
-    def visit(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.AST]]:
+    def visit(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.FunctionDef]]:
         for node in body:
             if isinstance(node, ast.ClassDef):
                 yield from visit(node.body, f"{prefix}{node.name}.")
@@ -159,7 +159,7 @@ def functions(text: str) -> Iterator[tuple[str, ast.AST]]:
 @cache
 def _spans(text: str) -> tuple[tuple[str, int, int], ...]:
     """Return (function, its first line, the line after its last) of a file, lines counted from 0."""
-    return tuple((name, f.lineno - 1, f.end_lineno) for name, f in functions(text))  # type: ignore[attr-defined]
+    return tuple((name, f.lineno - 1, f.end_lineno) for name, f in functions(text))
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
@@ -175,7 +175,7 @@ def candidates(path: Path, room: str) -> Iterator[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     lines = text.split("\n")
     for name, function in functions(text):
-        body = "\n".join(lines[function.lineno - 1 : function.end_lineno])  # type: ignore[attr-defined]
+        body = "\n".join(lines[function.lineno - 1 : function.end_lineno])
         for node in _walk(function):
             for kind, row, start, end, new in _edits_of(node, lines):
                 before = lines[row - 1]

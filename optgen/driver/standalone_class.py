@@ -128,7 +128,7 @@ class SingleFile(torch.optim.Optimizer):
                 self._eager(variant, p, state, numbers, key, stream_key(name))
 
     def _on_host(self, variant: Variant, stage: Stage, x: Tensors, numbers: Sequence[float], key: int) -> None:
-        """Make a stage of whole matrices."""
+        """Make a stage of whole matrices, in a class of a rule that has such (OfMatrices)."""
         raise NotImplementedError
 
     def _eager(

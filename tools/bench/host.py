@@ -131,7 +131,7 @@ class Stubs:
         from optgen.runtime.cpu import cpu
         from optgen.runtime.gpu import compiled
 
-        compiled.start = lambda *_, **__: None  # type: ignore[assignment]
+        compiled.start = lambda *_, **__: None
         call = cpu.call
 
         def counted(*given: Any) -> None:

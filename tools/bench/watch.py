@@ -14,7 +14,7 @@ from tools.bench.race import Race, Shapes, gpt2, run_races
 def small(layers: int = 6, width: int = 384, words: int = 8192) -> Shapes:
     """Return the shapes of a small GPT, 14 million parameters."""
     sides: Shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
-    layer: Shapes = [*sides, *((rows,) for rows, _ in sides), *[(width,)] * 4]  # type: ignore[misc]
+    layer: Shapes = [*sides, *((side[0],) for side in sides), *[(width,)] * 4]
     return [(words, width), (1024, width), *layer * layers, (width,), (width,)]
 
 

@@ -154,7 +154,7 @@ PRELUDE: dict[str, Any] = {
     name: globals()[name]
     for name in ("block_max", "block_min", "floor", "rint", "minus", "reciprocal", "sign", "rotl", "widened")
 } | {"tl": LANGUAGE, "triton": SimpleNamespace(jit=_jit), "INTERPRETED": SimpleNamespace(value=True)}
-"""What stands for the device functions of `optgen.runtime.gpu.prelude`."""
+"""The stand-ins for the device functions of `optgen.runtime.gpu.prelude`."""
 
 
 @lru_cache(maxsize=512)
