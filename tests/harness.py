@@ -34,6 +34,7 @@ from optgen.driver import compile as compiling
 from optgen.driver import cpp_text, emit, load, plan_formats, record_text, targets, triton_text
 from optgen.driver.project import Maths
 from optgen.driver.targets import Case
+from optgen.formats.masters import Native
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes
@@ -64,6 +65,11 @@ def spec_of(name: str) -> Spec:
 
 def plan_of(name: str) -> Any:
     return getattr(importlib.import_module("specs.plans"), name)
+
+
+def param_dtype(plan: str) -> torch.dtype:
+    """Return the dtype of parameters that a plan is for: fp32 if it rounds bf16 weights to nearest."""
+    return torch.float32 if plan_of(plan).master == Native() else torch.bfloat16
 
 
 CORE = frozenset(

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 import optgen
 from optgen.by_name import class_of, list_rules
-from optgen.formats.masters import Native
-from tests.harness import plan_of, sampled, spec_of
+from tests.harness import param_dtype, plan_of, sampled, spec_of
 from tests.product import multiplies, refusal, settings_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -67,15 +66,14 @@ def flags_of(rule: str) -> dict[str, bool | float]:
 def bits(rule: str, plan: str, backend: str) -> str:
     """Return the digest of weights and states after five steps; of a plan's name with "+", under the rule's flags."""
     plan, _, flagged = plan.partition("+")
-    spec, master = spec_of(rule), plan_of(plan).master
+    spec, dtype = spec_of(rule), param_dtype(plan)
     made = class_of(rule) if backend == "reference" else optgen.compile(spec, plan_of(plan), maths="strict")
-    dtype = torch.float32 if isinstance(master, Native) and master.rounding == "nearest" else torch.bfloat16
     weights = [nn.Parameter(numbers("p", shape=shape).to(dtype, copy=True)) for shape in SHAPES]
     opt = made(weights, plan=plan, backend=backend, **(flags_of(rule) if flagged else {}))
     for t in range(5):
         for p in weights:
             p.grad = numbers(t, shape=tuple(p.shape)).to(dtype, copy=True)
-        for x in set(spec.taken) - set(spec.order):
+        for x in spec.inputs:
             opt.feed(**{x: {p: numbers(x, t, shape=tuple(p.shape)).to(dtype) for p in weights}})
         opt.step()
     states = [(k, opt.state[p][k]) for p in weights for k in sorted(opt.state[p])]

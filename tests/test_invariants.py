@@ -23,12 +23,11 @@ from torch import Tensor, nn
 
 from optgen.by_name import class_of, list_rules
 from optgen.formats import Plan
-from optgen.formats.masters import Native
 from optgen.ir.node import postorder
 from optgen.lang.spec import Spec
 from optgen.runtime.records.series import Series
 from specs import plans
-from tests.harness import ROOT, plan_of, same_bits, spec_of
+from tests.harness import ROOT, param_dtype, plan_of, same_bits, spec_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of plans that round slow averages to nearest
 
@@ -135,11 +134,6 @@ def spaces(rule: str) -> set[str]:
     return {str(node.space) for node in postorder([*trace.states.values(), trace.p])}
 
 
-def inputs_of(rule: str) -> set[str]:
-    """Return the names of a rule's inputs."""
-    return set(spec_of(rule).taken) - set(spec_of(rule).order)
-
-
 def cells(count: int, rules: Sequence[str] = RULES) -> Any:
     """Rules and plans of a test: so many of these every day, each under a drawn plan; `full` has all of both."""
     draw = random.Random(f"{os.environ['OPTGEN_SAMPLE_SEED']} {count} {rules}")
@@ -156,12 +150,6 @@ def longest(rule: str, plan: str) -> float:
     return 2.5 if plan in COARSE and rule not in BASES else 2
 
 
-def narrow(plan: str) -> bool:
-    """Return True if a plan is for bf16 parameters."""
-    master = plan_of(plan).master
-    return not isinstance(master, Native) or master.rounding != "nearest"
-
-
 def normal(*key: object) -> Tensor:
     """Normal numbers in the shape of a parameter, by its name and a further key."""
     draw = torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(40))
@@ -175,7 +163,7 @@ class Run:
         self, rule: str, plan: str, order: Sequence[str] = tuple(SHAPES), groups: bool = False, full: bool = False,
         **options: Any,
     ) -> None:
-        dtype = torch.float32 if full or not narrow(plan) else torch.bfloat16
+        dtype = torch.float32 if full else param_dtype(plan)
         self.spec: Spec = spec_of(rule)
         self.weights = {k: nn.Parameter(normal(k, "weight").mul(0.1).to(dtype)) for k in SHAPES}
         named = [(k, self.weights[k]) for k in order]
@@ -191,7 +179,7 @@ class Run:
             group["lr"] = rate * self.rate
         for k, p in self.weights.items():
             p.grad = change(k, normal(k, t)).to(p.dtype)
-        for x in inputs_of(self.spec.name):
+        for x in self.spec.inputs:
             self.opt.feed(**{x: {p: change(k, normal(k, f"{t} fed")).to(p.dtype) for k, p in self.weights.items()}})
         self.opt.step()
 
@@ -398,7 +386,7 @@ def test_few_bits_step_as_far_as_fp32_in_a_network_with_dead_units(rule: str, na
             opt.zero_grad()
             loss = (net(x) - torch.tanh(x @ teacher)).square().mean()
             loss.backward()
-            for k in inputs_of(rule):
+            for k in spec_of(rule).inputs:
                 opt.feed(**{k: {p: p.grad.square() for p in net.parameters()}})
             opt.step()
             now = zip(net.parameters(), before, strict=True)

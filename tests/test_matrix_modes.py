@@ -1,12 +1,10 @@
-"""Rules of whole matrices: odd specs against fp64, and every mode of the runtime, for steps that differ."""
+"""Rules of whole matrices: odd specs against fp64, factors that there are not, numbers that are not finite."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import optgen
-from optgen import load_checkpoint, optim, save_checkpoint
+from optgen import optim
 from optgen.base.errors import UserError
-from optgen.driver.checkpoints import verify
 from optgen.lang import (
     eigenvectors,
     finite,
@@ -54,7 +51,6 @@ from tests import training
 from tests.harness import sampled, spec_of
 from tests.product import OF_MATRICES
 from tests.test_fuzz import Example, ran
-from tests.test_offload import moved
 from tests.training import bits, everything, give, params_of, states, train
 
 SHAPES = [(6, 10), (9, 4), (3, 8, 8), (1, 5), (5, 1), (7,), (0, 4)]
@@ -271,33 +267,6 @@ def soap(backend: str, plan: str = "fp32", skip: Sequence[int] = (), **options: 
     return SOAP(named, lr=0.02, backend=backend, plan=plan, **options)
 
 
-def from_file(opt: Optimizer, path: Path) -> Optimizer:
-    other = soap(opt.param_groups[0]["backend"], opt.param_groups[0]["plan"])
-    model, copied = (nn.ParameterDict({f"w{k}": p for k, p in enumerate(params_of(x))}) for x in (opt, other))
-    save_checkpoint(path / "run.pt", opt, model)
-    assert verify(str(path / "run.pt"))
-    load_checkpoint(path / "run.pt", other, copied)
-    return other
-
-
-WAYS: dict[str, Callable[[Any, Path], Any]] = {
-    "file": from_file,
-    "copy": lambda opt, path: copy.deepcopy(opt),
-    "pickle": lambda opt, path: pickle.loads(pickle.dumps(opt)),
-}
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_copies_go_on_between_two_refreshes(way: Any, backend: str, tmp_path: Path) -> None:
-    opt = soap(backend, "fp32" if backend == "triton" else "int8_split24", stagger=True)
-    train(opt, range(4))
-    other = way(opt, tmp_path)
-    for each in (opt, other):
-        train(each, range(4, 7))
-    assert everything(opt) == everything(other)
-
-
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
 def test_the_first_step_is_that_of_each_parameter(backend: str) -> None:
     """A parameter thawed late, beside others, or in a group with another frequency has the bits of one alone."""
@@ -319,56 +288,6 @@ def test_the_first_step_is_that_of_each_parameter(backend: str) -> None:
         opt.step()
     assert bits([late, other]) == bits([*params_of(alone), *params_of(second)])
     assert (opt.state[late]["step"], opt.state[rest[0]]["step"]) == (5, 7)
-
-
-class Net(nn.ParameterList):
-    def loss(self, step: int) -> Tensor:
-        return torch.stack([(p * drawn(*p.shape, seed=100 * step + k)).sum() for k, p in enumerate(self)]).sum()
-
-
-def scaled(opt: Optimizer) -> None:
-    """A GradScaler that meets an infinity every other time."""
-    step, scaler = opt.step, torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-
-    def steps() -> None:
-        grads = [p.grad for p in params_of(opt)]
-        for skipped in (True, False):
-            scaler.scale(torch.zeros(()))
-            for p, g in zip(params_of(opt), grads, strict=True):
-                p.grad = g * (torch.inf if skipped else scaler.get_scale())
-            scaler.step(type("Steps", (), {"step": step, "param_groups": opt.param_groups})())
-            scaler.update()
-
-    opt.step = steps  # type: ignore[assignment, method-assign]
-
-
-MODES: dict[str, Callable[[Any], Any]] = {
-    "released": lambda opt: opt.release_gradients(Net(params_of(opt))),
-    "in host memory": moved,
-    "compiled": lambda opt: setattr(opt, "step", torch.compile(opt.step)),
-    "scaled": scaled,
-}
-
-
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_modes_have_the_bits_of_plain_steps(mode: Callable[[Any], Any]) -> None:
-    plain, other = soap("cpp", stagger=True), soap("cpp", stagger=True)
-    mode(other)
-    for step in range(5):
-        for opt in (plain, other):
-            Net(params_of(opt)).loss(step).backward()
-            opt.step()
-            opt.zero_grad()
-    assert (bits(params_of(plain)), states(plain)) == (bits(params_of(other)), states(other))
-
-
-def test_small_batches_and_graphs() -> None:
-    with pytest.raises(ValueError, match="SOAP does not support capturable=True: refresh makes some of its steps"):
-        soap("triton", capturable=True)
-    large, small = soap("cpp"), soap("cpp", workspace=1)
-    train(large, range(4))
-    train(small, range(4))
-    assert (bits(params_of(small)), states(small)) == (bits(params_of(large)), states(large))
 
 
 @pytest.mark.parametrize("interval", [3, 7])
