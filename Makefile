@@ -40,7 +40,7 @@ test: setup
 test-full: setup
 	$(PY) -m ruff check .
 	$(PY) -m pytest -rfEs -n $(WORKERS) --dist worksteal --hypothesis-profile=full $(ARGS)
-	$(PY) tools/test_full.py
+	$(PY) -m tests.test_whole_product
 
 lint: setup
 	$(PY) -m ruff check .

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -134,11 +134,6 @@ def cells_of(spec: str, plan: str) -> Iterator[Cell]:
             yield vector
 
 
-def full_cells() -> Iterator[Cell]:
-    """The whole product, also the cells that no tensor falls into (`is_met`)."""
-    return (cell for spec, plan in pairs() for cell in cells_of(spec, plan))
-
-
 def is_met(cell: Cell) -> bool:
     """Return True if a tensor falls into the cell: shapes decide flags, and which tensors are vectors for a plan.
 
@@ -239,11 +234,6 @@ class Built:
     def matrix(self) -> MatrixKind:
         """The matrix whose rows and columns the storage has."""
         return matrix_of(self.spec, self.case.flags, self.storage)
-
-    @cached_property
-    def in_parts(self) -> bool:
-        """Return True if a step waits for sums over the model."""
-        return any(t.reduction == "model_sum" for t in self.variant.temps)
 
     @property
     def in_stages(self) -> bool:
@@ -419,11 +409,6 @@ def optimized(cell: Cell) -> bool:
 def compiled_for(cell: Cell) -> AbstractContextManager[None]:
     """Return the context in which the C++ kernels of a cell are compiled."""
     return harness.optimized() if optimized(cell) else harness.unoptimized()
-
-
-def takes_stages(cell: Cell) -> bool:
-    """Return True if a step of the cell takes several kernels."""
-    return build(cell).in_stages
 
 
 def optimizer_class(cell: Cell, folder: Path) -> Any:

@@ -501,7 +501,7 @@ def _give(w: Writer, local: str, signature: Sequence[str], body: Sequence[str]) 
 OTHERS = (
     "b stored torch put larger quotient index table values host extent float self size tl math numel live k x "
     "scalar_0 scalar_1 one_minus_beta one_minus_lr common_1 grad_scale drawn_1 drawn_2 drawn_matrices p_tensor g_new "
-    "p_kept out_p in_g noise draws t std optgen auto stage"
+    "p_kept out_p in_g noise draws t std optgen auto stage start lane origin block first count get"
 ).split()
 """Names that generated code has, or may have, for something else than a local of a rule."""
 

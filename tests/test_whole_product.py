@@ -1,38 +1,145 @@
-"""The tool that runs the whole product: the results it keeps between runs, and the kernels that it compiles."""
+"""The whole product of rules, plans, parameter dtypes, flags and targets: an item of pytest is a rule, marked `full`.
 
-import argparse
+Every cell is compiled in memory.  The strict Triton kernels, in Triton's interpreter, the strict C++ kernels and the
+eager reference must agree bit for bit: kernel by kernel where a step is one, the whole optimizer where it takes
+several.  Each step must keep the bound that is derived for it, around the fp64 oracle.  Every fast kernel is compiled
+for every target, and the PTX of drawn strict ones is executed (tests/ptx/cell.py).
+
+OPTGEN_CELLS=1 runs one drawn cell of each pair of rule and plan, and one of its kernels; a larger number begins with
+the same ones.  What is right is kept in build/whole_product for the sources that it is of, where the next run goes on;
+`python -m tests.test_whole_product` prints the sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
 import json
-import math
+import multiprocessing
 import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+import zlib
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
-from optgen.driver import targets
+from optgen.driver import targets, triton_text
 from optgen.lang import wrappers
 from optgen.runtime.cpu import native
-from tests import harness, product
-from tests.product import PARAMS, Cell, plan_of, spec_of
-from tools import test_full as tool
+from tests import harness, interpreter, product
+from tests.harness import plan_of, spec_of
+from tests.product import PARAMS, PLANS, SPECS, WITH_MATRICES, Cell
 
 ROOT = Path(__file__).parents[1]
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+STEPS = 3
+TASKS = 64  # of a process, before another takes its place: nodes and loaded kernels are never given back
 
 
-def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
-    """Half a line at the end is passed over and closed; results of other sources are not taken."""
-    path = tmp_path / "build" / "results.jsonl"
-    tool.Results(path, "now").add("one", {"weight": 0.5})
-    with path.open("a") as file:
-        file.write('\n["two", "no')
-    tool.Results(path, "now").add("two", {"weight": 0.25})
-    assert tool.Results(path, "now").known == {"one": {"weight": 0.5}, "two": {"weight": 0.25}}
-    assert tool.Results(path, "later").known == tool.Results(path, "now", fresh=True).known == {}
+# Results of earlier runs ----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def kept() -> Path:
+    """Return the folder of results of these sources, of this test, and of the versions that they run with."""
+    folders = ("optgen", "specs", "tests/ptx")
+    files = [p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix != ".pyc" and p.is_file()]
+    files += [ROOT / "tests" / f"{name}.py" for name in ("product", "harness", "interpreter", "test_whole_product")]
+    by = native.compiler()
+    versions = [torch.__version__, metadata.version("triton"), metadata.version("numpy")]  # the interpreter's numbers
+    digest = hashlib.sha256(repr([*versions, by and by.version, native.isa().name]).encode())
+    for path in sorted([*files, ROOT / "tools" / "kernel_stats.py"]):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return ROOT / "build" / "whole_product" / digest.hexdigest()[:16]
+
+
+class Results:
+    """What is right of an item, by name, and the file that new results are added to, a line each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.known = path, dict[str, Any]()
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            with suppress(ValueError):  # the last line of a run that was killed
+                name, result = json.loads(line)
+                self.known[name] = result
+
+    def add(self, name: str, result: Any) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("\n" + json.dumps([name, result]))
+
+
+def check_all(kind: str, rule: str, function: Callable[..., Mapping[str, Any]], jobs: Mapping[str, Any]) -> None:
+    """Run a function of each job that no earlier run found right, in a process beside this one; what it returns lists
+    under "wrong" what is."""
+    results, wrong = Results(kept() / f"{kind}.{rule}.jsonl"), list[str]()
+    rest = {name: job for name, job in jobs.items() if name not in results.known}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=TASKS) as pool:
+        for name, result in zip(rest, pool.map(function, rest.values()), strict=True):
+            if result["wrong"]:
+                wrong.append(f"{name}: {'; '.join(result['wrong'])}")
+            else:
+                results.add(name, result)
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(jobs)} are wrong", *wrong])
+
+
+def first(items: Iterable[Any], *pair: str) -> list[Any]:
+    """Return the items of a pair of rule and plan in a drawn order, OPTGEN_CELLS of them."""
+    order = sorted(items, key=str)
+    random.Random(f"{pair}").shuffle(order)
+    return order[: int(os.environ.get("OPTGEN_CELLS", len(order)))]
+
+
+# Cells ----------------------------------------------------------------------------------------------------------------
+
+
+def run_cell(cell: Cell) -> dict[str, Any]:
+    """Compile and run one cell, in a process that interprets Triton; return the worst error / bound of weight and
+    states, and the least share of values with a bound."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # numpy's, of the interpreter casting lanes that are not selected
+    interpreter.quicken()
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, OPTGEN_CACHE=folder):
+        try:
+            reports = product.check(cell, Path(folder), steps=STEPS)
+            stages = product.build(cell).in_stages
+            different = product.differing(cell, Path(folder), steps=STEPS) if stages else []
+        except Exception as error:  # any failure belongs to the result of its cell
+            return {"wrong": [f"{type(error).__name__}: {error}"]}
+    ratios = [(name, w.ratio) for report in reports for name, w in report.worst.items()]
+    return {
+        "weight": max((x for name, x in ratios if name == "p"), default=0.0),
+        "states": max((x for name, x in ratios if name != "p"), default=0.0),
+        "claimed": min(report.claimed for report in reports),
+        "wrong": sorted({f"{name} outside the bound" for report in reports for name in report.broken}) + different,
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rule", SPECS)
+def test_cells_are_right(rule: str) -> None:
+    """Rules with products of matrices have no bound and are tested elsewhere (tests/test_whole_model.py)."""
+    cells = [c for plan in PLANS for c in first(filter(product.is_met, product.cells_of(rule, plan)), rule, plan)]
+    check_all("cells", rule, run_cell, {str(c): c for c in cells})
 
 
 def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
     """The others differ in optimization alone: nothing that decides bits is left out."""
-    cells = [Cell(spec, plan, param) for spec in product.SPECS for plan in product.PLANS for param in PARAMS]
+    cells = [Cell(spec, plan, param) for spec in SPECS for plan in PLANS for param in PARAMS]
     assert 1 / 9 < sum(map(product.optimized, cells)) / len(cells) < 1 / 7
     before = native.FLAGS
     with harness.optimized():
@@ -47,92 +154,208 @@ def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
     assert before is native.FLAGS
 
 
-@pytest.mark.full  # 77 s
-def test_emulated_cells_have_every_rule_twice_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By both versions of Triton; failures are listed and fail the run.  A new rule changes no cell of another, and
-    results of older sources count until their cells are run again."""
-    jobs = tool.emulate.drawn(0)
-    rules, plans = (Counter(getattr(job.cell, name) for job in jobs) for name in ("spec", "plan"))
-    assert set(rules.items()) == {(rule, 2) for rule in (*product.WITH_MATRICES, *tool.emulate.WRAPPED)}
-    assert {rule.split("(")[0] for rule in tool.emulate.WRAPPED} == set(wrappers.__all__)
-    assert set(plans) == set(product.PLANS) and min(plans.values()) > 1
-    assert len({(job.cell.spec, job.triton) for job in jobs}) == len(jobs)
-    assert len({(job.triton, job.capability) for job in jobs}) == 6
-    first, *others = product.WITH_MATRICES
-    monkeypatch.setattr(product, "WITH_MATRICES", others)
-    assert tool.emulate.drawn(0) == [job for job in jobs if job.cell.spec != first]
-    kept = {"kernels": 2, "launches": 3}
-    for k, job in enumerate(jobs[:4]):
-        wrong = [["p of (3, 70)"] * (k == 1), [tool.emulate.DIED]][k == 3]
-        results = tool.emulate.Results(tmp_path / "kept.json", f"sources {k // 2}", f"commit {k // 2}")
-        results.add(job, kept | {"wrong": wrong})
-    results = tool.emulate.Results(tmp_path / "kept.json", "sources 1", "commit 1")
-    assert results.rest(jobs) == [*jobs[3:], jobs[1], jobs[0]]  # the wrong one first
-    found = {job: results.known[str(job)] for job in jobs[:4]}
-    text = tool.emulate.report(found, jobs, 0)
-    assert "**2 of 4 cells are right**: 8 compiled kernels in 12 launches" in text
-    assert "Commits: commit 0 (2 cells), commit 1 (2 cells)" in text
-    assert f"- {jobs[1]}: p of (3, 70)" in text
-    fused = {"kernels": 1, "launches": 1, "wrong": ["sweep: 1 FADD for 2 additions"]}
-    failing = {(job.triton, job.capability) for job in jobs if tool.emulate.failures(job, fused)}
-    assert len(failing) == 5 and ("3.6", 100) not in failing
+# Kernels --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_kernel_that_uses_the_stack_makes_a_run_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = tool.Turn(("adamw", "fp32"), 0, 0)
-    monkeypatch.setattr(tool, "pairs_with_kernels", lambda seed: [turn.pair])
-    asked = argparse.Namespace(seed=0, sample=1, jobs=1)
-    for spilled in ([], ["k for sm_90: 8 B of stack, 0 B shared"]):
-        monkeypatch.setattr(tool, "spread", lambda *_, s=spilled: [(turn, tool.Kernels(turn, spilled=s))])
-        results = tool.Results(tmp_path / f"{len(spilled)}.jsonl", "now")
-        assert tool.run_kernels(results, asked, math.inf)[1] == bool(spilled)
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels of a pair, to be compiled: of its cases of these names, or of all, and for these targets."""
+
+    rule: str
+    plan: str
+    cases: tuple[str, ...] | None = None
+    targets: tuple[str, ...] = TARGETS
+
+    def jobs(self, folder: Path) -> Iterator[Any]:
+        """Yield the kernels."""
+        from tools import kernel_stats
+
+        spec, plan = spec_of(self.rule), plan_of(self.plan)
+        joined, kernels = triton_text.joined(spec, plan, "fast", functools.partial(harness.module, folder))
+        return iter(kernel_stats.of_variants(f"{self.rule}.{self.plan}", joined, kernels, self.cases))
+
+
+def compile_kernels(asked: Kernels) -> dict[str, Any]:
+    """Cross-compile kernels, in a process that compiles; return by target how many were compiled, and how many take
+    more registers than planned.  One that uses the stack is wrong, and one of tiles that shares memory; those that
+    walk panels, or work between sweeps, share it by design."""
+    from tools import kernel_stats
+
+    torch.set_num_threads(1)
+    compiled, widened, wrong = Counter[str](), Counter[str](), list[str]()
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
+        jobs = list(asked.jobs(Path(folder)))
+        taken = first({job.name for job in jobs}, asked.rule, asked.plan)
+        for job, target in ((j, t) for j in jobs for t in j.targets if t in asked.targets and j.name in taken):
+            try:
+                planned, made = kernel_stats.compiled_to_fit(job, target)
+            except Exception as error:  # any failure belongs to the result of its kernel
+                wrong.append(f"{job.name} for {target}: {type(error).__name__}: {str(error)[:200]}")
+                continue
+            compiled[target] += 1
+            widened[target] += planned.stack > made.stack
+            if made.stack or (made.shared and job.tiled):
+                wrong.append(f"{job.name} for {target}: {made.stack} B of stack, {made.shared} B shared")
+    return {"compiled": compiled, "widened": widened, "wrong": wrong}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rule", WITH_MATRICES)
+def test_kernels_compile_for_every_target(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET")  # processes compile then
+    part = "-".join(filter(None, ["kernels", os.environ.get("OPTGEN_CELLS")]))
+    check_all(part, rule, compile_kernels, {plan: Kernels(rule, plan) for _, plan in product.pairs([rule])})
 
 
 def test_every_kernel_of_a_pair_is_compiled_for_every_target(tmp_path: Path) -> None:
     """Kernels that walk panels and kernels between sweeps too: all with a table and a list of work to go through."""
     pytest.importorskip("triton")
     case = next(c for c in targets.cases(spec_of("adamw"), plan_of("lpmm4")) if c.param.torch == "bfloat16")
-    jobs = list(tool._jobs(("adamw", "lpmm4"), [case], tmp_path))
+    jobs = list(Kernels("adamw", "lpmm4", (targets.case_name(spec_of("adamw"), case),)).jobs(tmp_path))
     kernels = {job.name.removeprefix("adamw.lpmm4.adamw_bfloat16.") for job in jobs}
     assert kernels == {"1", "2", "2_few", "2_flat", "3", "6", "6_flat", "7"}
-    made = sorted((job.name, target) for job in jobs for target in job.targets)
-    assert made == sorted({(job.name, target) for job in jobs for target in tool.TARGETS})
+    assert sorted((j.name, t) for j in jobs for t in j.targets) == sorted({(j.name, t) for j in jobs for t in TARGETS})
 
 
 SAMPLE = """
-import json, random, sys
+import json, sys
+from tests.test_whole_product import Kernels, compile_kernels
 
-import test_full as tool
-from optgen.driver import targets
-from tests import harness, product
-
-seed = int(sys.argv[1])
-for spec, plan, target in json.load(sys.stdin):
-    pair = spec, plan
-    case = random.Random(f"{seed} {pair}").choice(list(targets.cases(product.spec_of(spec), product.plan_of(plan))))
-    made = tool.compile_turn(tool.Turn(pair, 0, seed), [case], [target])
-    print(json.dumps({"pair": pair, "compiled": made.compiled[target], "failed": made.failed}))
+for rule, plan, case, target in json.load(sys.stdin):
+    print(json.dumps(compile_kernels(Kernels(rule, plan, (case,), (target,)))))
 """
 
 
 def test_a_quarter_of_the_rules_and_half_of_the_plans_compile(compiling: dict[str, str]) -> None:
     """Every fourth rule, each with the next plan but one, beginning at drawn ones: one drawn kernel, for the targets in
-    turn.
-
-    `tools/test_full.py` compiles all kernels of all pairs for all targets.
-    """
+    turn."""
     pytest.importorskip("triton")
     seed = int(os.environ["OPTGEN_SAMPLE_SEED"])
-    rules, plans, targets = product.WITH_MATRICES[seed % 4 :: 4], product.PLANS, tool.TARGETS
-    by_plans, by_targets = seed // 4, seed // 4 // len(plans)  # every rule meets every plan, and they every target
-    asked = [
-        (rule, plans[(by_plans + 2 * k) % len(plans)], targets[(by_targets + k) % len(targets)])
-        for k, rule in enumerate(rules)
-    ]
-    env = {**compiling, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")])}
-    found = harness.python(SAMPLE, str(seed), env=env, stdin=json.dumps(asked))
-    rows = [json.loads(line) for line in found.splitlines()]
-    assert [row["pair"] for row in rows] == [[rule, plan] for rule, plan, _ in asked]
-    for row in rows:
-        assert not row["failed"], row
-        assert row["compiled"] >= 1, row
+    by_plans, by_targets = seed // 4, seed // 4 // len(PLANS)  # every rule meets every plan, and they every target
+    asked = []
+    for k, rule in enumerate(WITH_MATRICES[seed % 4 :: 4]):
+        plan, target = PLANS[(by_plans + 2 * k) % len(PLANS)], TARGETS[(by_targets + k) % len(TARGETS)]
+        case = random.Random(f"{seed} {rule}").choice(list(targets.cases(spec_of(rule), plan_of(plan))))
+        asked.append((rule, plan, targets.case_name(spec_of(rule), case), target))
+    env = {**compiling, "PYTHONPATH": str(ROOT), "OPTGEN_CELLS": "1"}
+    rows = [json.loads(line) for line in harness.python(SAMPLE, env=env, stdin=json.dumps(asked)).splitlines()]
+    for row, (*_, target) in zip(rows, asked, strict=True):
+        assert not [x for x in row["wrong"] if "B of stack" not in x], row
+        assert row["compiled"] == {target: 1}, row
+
+
+# Compiled kernels, executed without a device --------------------------------------------------------------------------
+
+TRITONS = {"3.9": "", "3.6": str(Path(sys.prefix) / "oldest")}
+"""Versions of Triton, and the folder that comes before others on the path of modules: the oldest one that is supported
+is there by `make setup`."""
+
+CAPABILITIES = (90, 80, 90, 100)
+"""The GPUs that the cells are compiled for, drawn."""
+
+WRAPPED = (
+    "adagc(adamw)", "agc(sgd)", "asam(sgd)", "averaged(nadam)", "cautious(lamb)", "cautious_decay(lion)",
+    "centralized(radam)", "clipped(adamw)", "clipped_value(lion)", "ema(cautious(adamw))", "ema_nesterov(adamw)",
+    "gpa(sgd)", "grams(adamw)", "gsam(lion)", "hyperball(muon)", "lookahead(rmsprop)", "mars(adam)", "orthograd(sgd)",
+    "sam(adamw)", "schedule_free(adamw)", "snoo(sgd)", "spam_reset(adamw)", "warmed_up(adafactor)", "zclip(sgd)",
+)  # fmt: skip
+"""Every wrapper, each around one rule."""
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """A cell for a version of Triton and a device."""
+
+    cell: Cell
+    triton: str
+    capability: int
+
+    def __str__(self) -> str:
+        return f"{self.cell} by Triton {self.triton} for sm_{self.capability}"
+
+
+def emulations(rule: str) -> list[Emulation]:
+    """Return drawn cells of a rule, one for each version of Triton."""
+    from tests.ptx.cell import SHAPES
+
+    plans = sorted(PLANS, key=lambda plan: zlib.crc32(f"{rule} {plan}".encode()))
+    fitting = (plan for plan in plans if rule in SPECS or not product.refusal(rule, plan))
+    found = []
+    for triton, plan in zip(TRITONS, fitting, strict=False):
+        draw = random.Random(f"{rule} {triton}")
+        cells = [c for c in product.cells_of(rule, plan) if product.fitting(c, SHAPES)]
+        found.append(Emulation(draw.choice(cells), triton, draw.choice(CAPABILITIES)))
+    return found
+
+
+def emulate(asked: Emulation) -> dict[str, Any]:
+    """Train a cell in a process with its version of Triton.  Additions that the assembler of CUDA 12.9 fuses are right
+    (docs/kernels.md)."""
+    with tempfile.TemporaryDirectory() as cache:
+        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": cache}
+        env |= {"PYTHONPATH": os.pathsep.join(filter(None, [TRITONS[asked.triton], str(ROOT)]))}
+        command = [sys.executable, "-W", "ignore", "-m", "tests.ptx.cell"]
+        given = json.dumps([asdict(asked.cell), asked.capability])
+        done = subprocess.run(command, cwd=ROOT, env=env, input=given, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"wrong": [f"the process has died: {done.stderr[-500:]}"]}
+    found = json.loads(done.stdout)
+    fused = r".*( FADD for .*|: FFMA2)" if (asked.triton, asked.capability) == ("3.6", 100) else "(?!)"
+    return {**found, "wrong": [word for word in found["wrong"] if not re.fullmatch(fused, word)]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rule", [*WITH_MATRICES, *WRAPPED])
+def test_compiled_kernels_have_the_bits_of_the_reference(rule: str) -> None:
+    pytest.importorskip("triton")
+    there = [x for x in emulations(rule) if not TRITONS[x.triton] or Path(TRITONS[x.triton]).exists()]
+    check_all("ptx", rule, emulate, {str(x): x for x in there})
+
+
+@pytest.mark.full  # 77 s
+def test_every_rule_wrapper_and_plan_is_emulated() -> None:
+    """By both versions of Triton, for all devices."""
+    found = [x for rule in (*WITH_MATRICES, *WRAPPED) for x in emulations(rule)]
+    rules, plans = (Counter(getattr(x.cell, name) for x in found) for name in ("spec", "plan"))
+    assert set(rules.items()) == {(rule, 2) for rule in (*WITH_MATRICES, *WRAPPED)}
+    assert {rule.split("(")[0] for rule in WRAPPED} == set(wrappers.__all__)
+    assert set(plans) == set(PLANS) and min(plans.values()) > 1
+    assert len({(x.cell.spec, x.triton) for x in found}) == len(found)
+    assert len({(x.triton, x.capability) for x in found}) == 6
+
+
+# What runs have found -------------------------------------------------------------------------------------------------
+
+
+def worker(number: int) -> dict[str, Any]:
+    return {"number": number, "wrong": ["odd"] * (number % 2)}
+
+
+def test_a_run_goes_on_and_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a line at the end is passed over and closed, and what was wrong is run again."""
+    monkeypatch.setattr(sys.modules[__name__], "kept", lambda: tmp_path / "kept")
+    monkeypatch.setattr(sys.modules[__name__], "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    path = tmp_path / "kept" / "cells.some.jsonl"
+    Results(path).add("10", {"number": 0, "wrong": []})
+    with path.open("a") as file:
+        file.write('\n["4", {"num')
+    with pytest.raises(AssertionError, match=r"1 of 3 are wrong\s+5: odd"):
+        check_all("cells", "some", worker, {"10": 10, "5": 5, "4": 4})
+    assert {name: x["number"] for name, x in Results(path).known.items()} == {"10": 0, "4": 4}
+
+
+def summary(folder: Path) -> Iterator[str]:
+    """Yield lines of what was found right by these sources."""
+    for kind in sorted({path.name.partition(".")[0] for path in folder.glob("*.jsonl")}):
+        rows = [row for path in folder.glob(f"{kind}.*.jsonl") for row in Results(path).known.values()]
+        how: dict[str, Callable[[Sequence[float]], float]] = {"weight": max, "states": max, "claimed": min}
+        found = {key: f"{how[key](numbers):.3f}" for key in how if (numbers := [x[key] for x in rows if key in x])}
+        for key in ("compiled", "widened"):
+            found |= {key: dict(sum((Counter(x[key]) for x in rows if key in x), Counter()))}
+        found |= {key: sum(x[key] for x in rows) for key in ("kernels", "launches") if key in rows[0]}
+        yield f"{kind}: {len(rows)} right, {', '.join(f'{key} {x}' for key, x in found.items() if x)}"
+
+
+if __name__ == "__main__":
+    print("\n".join(summary(kept())))
