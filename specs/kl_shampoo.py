@@ -1,7 +1,7 @@
 """KL-Shampoo: Shampoo whose two factors are estimated by one another's inverse; AdamW for what is no matrix."""
 
 from optgen.lang import (
-    bjorck, col, col_mean, finite, flag, gram, hyper, identity, matrix_state, maximum, minimum, nonneg, optimizer,
+    capped, col, col_mean, finite, flag, gram, hyper, identity, matrix_state, maximum, minimum, nonneg, optimizer,
     orthogonal, orthogonal_iteration, policies, row, row_mean, rsqrt, shape_flag, state, symmetric, where,
 )  # fmt: skip
 
@@ -45,7 +45,7 @@ def kl_shampoo(
     beta1, beta2 = betas
     moves, first = where(t > 1, 1.0, 0.0), maximum(init_factor, 1 / (max_clamp_value * max_clamp_value))
     gain = (1 - beta2) * where(t > 1, 1.0, first)  # factors begin with the gradient's own products
-    g = basis_left.T @ (g * minimum(1e11 / abs(g), 1)) @ basis_right
+    g = basis_left.T @ capped(g, 1e11) @ basis_right
     down = minimum(rsqrt(eigen_left), max_clamp_value)
     across = minimum(rsqrt(eigen_right), max_clamp_value)
     exp_avg = beta1 * exp_avg + (1 - beta1) * moves * g
@@ -59,10 +59,9 @@ def kl_shampoo(
     eigen_right = eigen_right + (1 - beta2) * moves * (col_mean(by_left * by_left) - eigen_right)
     if refresh:
         left, right = finite(left), finite(right)  # zeros turn nothing
-        turn = finite(orthogonal_iteration(left, moves * identity(left)), identity(left))
-        other = finite(orthogonal_iteration(right, moves * identity(right)), identity(right))
-        left, right, exp_avg = turn.T @ left @ turn, other.T @ right @ other, turn.T @ exp_avg @ other
-        basis_left, basis_right = basis_left @ turn, basis_right @ other
-        basis_left = bjorck(basis_left)  # orthogonal again: roundings add up
-        basis_right = bjorck(basis_right)
+        turn = finite(orthogonal_iteration(left, identity(left), known=t > 1), identity(left))
+        across = finite(orthogonal_iteration(right, identity(right), known=t > 1), identity(right))
+        exp_avg = turn.T @ exp_avg @ across
+        left, basis_left = policies.rotated(left, basis_left, turn)
+        right, basis_right = policies.rotated(right, basis_right, across)
     return p, exp_avg, exp_avg_sq, left, basis_left, eigen_left, right, basis_right, eigen_right

@@ -1,8 +1,8 @@
 """SOAP: AdamW in the eigenbasis of Shampoo's factors; AdamW for everything that is no matrix."""
 
 from optgen.lang import (
-    bjorck, column_norms, finite, flag, gram, hyper, matrix_state, maximum, minimum, nonneg, optimizer, orthogonal,
-    orthogonal_iteration, policies, shape_flag, sorting, sqrt, state, symmetric, where,
+    capped, column_norms, flag, gram, hyper, matrix_state, maximum, nonneg, optimizer, orthogonal, policies, shape_flag,
+    sqrt, state, symmetric, where,
 )  # fmt: skip
 
 
@@ -52,8 +52,9 @@ def soap(
         p, exp_avg, exp_avg_sq = policies.adamw_step(p, g, t, exp_avg, exp_avg_sq, lr, betas, eps, weight_decay)
         return p, exp_avg, exp_avg_sq, left, basis_left, right, basis_right
     beta1, beta2 = betas
-    moves, k = where(t > 1, 1.0, 0.0), maximum(t - 1, 1)
-    g = g * minimum(1e14 / abs(g), 1)
+    moves = where(t > 1, 1.0, 0.0)
+    k = maximum(t - 1, 1)
+    g = capped(g, 1e14)
     turned = basis_left.T @ g if by_rows else g
     turned = turned @ basis_right if by_columns else turned
     exp_avg = beta1 * exp_avg + (1 - beta1) * moves * turned
@@ -68,17 +69,9 @@ def soap(
     if by_columns:
         right = shampoo_beta * right + (1 - shampoo_beta) * gram(turned.T)
     if refresh and by_rows:
-        left = finite(left)  # zeros turn nothing
-        order = sorting(left)
-        turn = finite(orthogonal_iteration(left, moves * order), order)
-        new, left = basis_left @ turn, turn.T @ left @ turn
-        basis_left = bjorck(new)  # orthogonal again: roundings of products add up
+        order, turn, left, basis_left = policies.renewed(left, basis_left, known=t > 1)
         exp_avg, exp_avg_sq = turn.T @ exp_avg, carried(order, turn, sqrt(exp_avg_sq.T)).T @ exp_avg_sq
     if refresh and by_columns:
-        right = finite(right)
-        order = sorting(right)
-        turn = finite(orthogonal_iteration(right, moves * order), order)
-        new, right = basis_right @ turn, turn.T @ right @ turn
-        basis_right = bjorck(new)
+        order, turn, right, basis_right = policies.renewed(right, basis_right, known=t > 1)
         exp_avg, exp_avg_sq = exp_avg @ turn, exp_avg_sq @ carried(order, turn, sqrt(exp_avg_sq.T).T)
     return p, exp_avg, exp_avg_sq, left, basis_left, right, basis_right

@@ -1,19 +1,9 @@
 """SOAP-Muon: Muon of SOAP's direction, with a floor for each row and norms that steps reach; AdamW for the rest."""
 
 from optgen.lang import (
-    bjorck, columns, finite, flag, gram, hyper, mat_mean, mat_norm, matrix_state, maximum, minimum, newton_schulz,
-    nonneg, optimizer, orthogonal, orthogonal_iteration, policies, row_sum, rows, scalar, shape_flag, sign, sorting,
-    sqrt, state, symmetric, where, wide,
+    capped, columns, flag, gram, hyper, mat_mean, mat_norm, matrix_state, maximum, newton_schulz, nonneg, optimizer,
+    orthogonal, policies, row_sum, rows, scalar, shape_flag, sign, sqrt, state, symmetric, where, wide,
 )  # fmt: skip
-
-
-def renewed(factor, basis, known):
-    """(order, factor, basis) after an orthogonal iteration; known is 0 before the first one."""
-    factor = finite(factor)  # zeros turn nothing
-    order = sorting(factor)
-    turn = finite(orthogonal_iteration(factor, known * order), order)
-    new = basis @ turn
-    return order, turn.T @ factor @ turn, bjorck(new)
 
 
 def pinned(p, u, lr, weight_decay, row_floor, outward):
@@ -83,21 +73,20 @@ def soap_muon(
             p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay
         )
     else:
-        known = where(t > 1, 1.0, 0.0)
-        g = g * minimum(1e14 / abs(g), 1)
+        g = capped(g, 1e14)
         momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
         inside = basis_left.T @ (momentum * momentum_buffer + (1 - momentum) * g) @ basis_right
-        exp_avg_sq = shampoo_beta * exp_avg_sq + (1 - shampoo_beta) * known * inside * inside
+        exp_avg_sq = shampoo_beta * exp_avg_sq + (1 - shampoo_beta) * where(t > 1, 1.0, 0.0) * inside * inside
         inside = inside / where(t > 1, maximum(sqrt(exp_avg_sq), eps), 1.0)
         even = basis_left @ inside @ basis_right.T
         even = even / sqrt(maximum(mat_norm(gram(wide(even))), 1e-14))
         u = newton_schulz(even, ns_steps, ns_coefficients, normalize=False)
         p = pinned(p, sqrt(maximum(1.0, rows(p) / columns(p))) * u, lr, weight_decay, row_floor, outward)
         turned = basis_left.T @ g @ basis_right
-        order_left, left, basis_left = renewed(
-            shampoo_beta * left + (1 - shampoo_beta) * gram(turned), basis_left, known)
-        order_right, right, basis_right = renewed(
-            shampoo_beta * right + (1 - shampoo_beta) * gram(turned.T), basis_right, known)
+        left = shampoo_beta * left + (1 - shampoo_beta) * gram(turned)
+        right = shampoo_beta * right + (1 - shampoo_beta) * gram(turned.T)
+        order_left, _, left, basis_left = policies.renewed(left, basis_left, known=t > 1)
+        order_right, _, right, basis_right = policies.renewed(right, basis_right, known=t > 1)
         exp_avg_sq = order_left.T @ exp_avg_sq @ order_right
     lookahead_avg = lookahead_beta * lookahead_avg + (1 - lookahead_beta) * (p - start)
     p, went = p + lookahead * lookahead_avg, lookahead

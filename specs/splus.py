@@ -1,7 +1,7 @@
 """SPlus: the sign of the momentum in the eigenbasis of Shampoo's factors, and an average of weights to evaluate."""
 
 from optgen.lang import (
-    bjorck, columns, eigenvectors, finite, flag, gram, hyper, identity, matrix_state, optimizer, orthogonal, policies,
+    columns, eigenvectors, finite, flag, gram, hyper, identity, matrix_state, optimizer, orthogonal, policies,
     rows, shape_flag, sign, state, symmetric,
 )  # fmt: skip
 
@@ -54,9 +54,7 @@ def splus(
         left, right = finite(left), finite(right)
         turn = finite(eigenvectors(left), identity(left))
         across = finite(eigenvectors(right), identity(right))
-        left, right = turn.T @ left @ turn, across.T @ right @ across
         momentum = turn.T @ momentum @ across
-        basis_left, basis_right = basis_left @ turn, basis_right @ across
-        basis_left = bjorck(basis_left)  # orthogonal again: roundings add up
-        basis_right = bjorck(basis_right)
+        left, basis_left = policies.rotated(left, basis_left, turn)
+        right, basis_right = policies.rotated(right, basis_right, across)
     return p, momentum, ema, left, basis_left, right, basis_right

@@ -11,7 +11,7 @@ from optgen.ir.program import Buffer, Let, Program, Store
 from optgen.ops import dtypes, spaces, tables
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<leaf>\$[\w.]+|@\w+|#index|#key\.\w+|#extent\.\w+|%\w+:\w+(?:/\d+)?|-?inf|nan|true|false|-?\d[\d.e+-]*i?)"
+    r"\s*(?:(?P<leaf>\$[\w.]+|@\w+|#extent\.\w+|%\w+:\w+(?:/\d+)?|-?inf|nan|true|false|-?\d[\d.e+-]*i?)"
     r"|(?P<op>\w+)(?:<(?P<attr>\w+)>)?\(|(?P<punct>[,)]))"
 )
 
@@ -49,11 +49,8 @@ def _leaf(word: str, lets: Mapping[str, Node]) -> Node:
         return ir.sym(word[1:])
     if word[0] == "@":
         return lets[word[1:]]
-    if word == "#index":
-        return ir.index()
     if word[0] == "#":
-        kind, name = word[1:].split(".")
-        return ir.key(name) if kind == "key" else ir.extent(name)
+        return ir.extent(word.removeprefix("#extent."))
     if word[0] == "%":
         name, kind = word[1:].split(":")
         dtype, _, size = kind.partition("/")

@@ -15,7 +15,7 @@ from optgen.ir.program import Program
 from optgen.lang import Spec, clip, equal, exp, floor, hyper, maximum, optimizer, power, rint, scalar, sign, where
 from optgen.lang.values import Value, _op
 from optgen.ops import dtypes
-from optgen.ops.prims import ON_HOST, PRIMS
+from optgen.ops.prims import PRIMS
 from optgen.runtime.layout import plans
 from optgen.runtime.records import scalars
 
@@ -69,6 +69,9 @@ def operands(name: str) -> list[Value]:
     conditions = count if name in LOGICAL else int(name == "where")
     syms = [ir.sym(letter) for letter in "abc"[:count]]
     return [Value(ir.op("lt", ir.const(0.0), s) if k < conditions else s) for k, s in enumerate(syms)]
+
+
+ON_HOST = {name for name, row in PRIMS.items() if row.host}
 
 
 @pytest.mark.parametrize("name", sorted(set(PRIMS) - ON_HOST))

@@ -4,8 +4,6 @@
     expr    = const value                       a number; space host
             | sym name                          a host scalar by name (hyper-parameter, `step`, hoisted let)
             | load buffer                       what the buffer holds, in its storage dtype
-            | index                             number of the element, row by row of whole blocks, i32
-            | key name                          a 32-bit host word: `step_key`, `stream_key`
             | extent name                       `rows`, `columns` or `elements` of the tensor, as f32; space tensor
             | draw (kind, bits, width, value)   random bits of a codec, i32: the methods of formats.format.Noise
             | PRIM expr*                        one row of ops/prims.py
@@ -30,8 +28,6 @@ from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.prims import PRIMS
 from optgen.ops.spaces import Space
-
-LEAVES = ("const", "sym", "load", "extent", "draw")
 
 
 class Node:
@@ -146,8 +142,8 @@ def op(name: str, *args: Node, attr: Any = None) -> Node:
     if not row.space:
         space = spaces.join_all([a.space for a in args])
     else:
-        made = _SPACES.get(row.space)
-        space = made(args, attr) if made else Space(row.space)
+        space_of = _SPACES.get(row.space)
+        space = space_of(args, attr) if space_of else Space(row.space)
     return _make(name, args, attr, dtype, space)
 
 

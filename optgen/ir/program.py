@@ -103,7 +103,6 @@ class Program:
     rules: tuple[str, ...] = ()  # ROUNDS rules that fired, for the header
     hypers: tuple[str, ...] = ()  # scalar names that host lets may read, e.g. lr, beta1, beta2, step
     ranges: tuple[tuple[str, tuple[float, float]], ...] = ()  # closed intervals of those names
-    doc: str = ""
     host_locals: tuple[Let, ...] = ()  # the author's named host values, of which scalars are made
     host_states: tuple[tuple[str, float], ...] = ()  # (name, initial value) of per-parameter host scalars
     host_stores: tuple[Let, ...] = ()  # new values of the host states, host space
@@ -112,11 +111,6 @@ class Program:
     together: tuple[tuple[str, str], ...] = ()  # owners that one sweep stores: one is kept relative to the other
     space: Space = spaces.elem  # whose entries the program runs over; a small one: work between two sweeps
     scalars: frozenset[str] = frozenset()  # names of the host scalars of all programs of the step
-
-    @property
-    def touched(self) -> tuple[Buffer, ...]:
-        """The buffers that are read or written; what the step leaves alone only has its place among the others."""
-        return tuple(b for b in self.buffers if b.reads or b.writes)
 
     @property
     def is_sized(self) -> bool:
@@ -162,8 +156,8 @@ class Schedule:
     @property
     def partials(self) -> tuple[Buffer, ...]:
         """The buffers of partial sums (maxima) that the sweep leaves."""
-        found = (self.program.buffer(s.buffer) for s in self.sweep.stores)
-        return tuple(b for b in found if b.role == "partial")
+        buffers = (self.program.buffer(s.buffer) for s in self.sweep.stores)
+        return tuple(b for b in buffers if b.role == "partial")
 
 
 @dataclass(frozen=True)
@@ -189,8 +183,8 @@ class Stage:
         """The function of whole matrices that the stage is, "whole" if it has several; "" for a kernel."""
         if self.space == spaces.whole:
             return "whole"
-        found = (n.attr for n in postorder([s.node for s in self.schedule.sweep.stores]) if n.op == "call")
-        return str(next(found, ""))
+        names = (n.attr for n in postorder([s.node for s in self.schedule.sweep.stores]) if n.op == "call")
+        return str(next(names, ""))
 
     @property
     def is_sweep(self) -> bool:
@@ -230,9 +224,9 @@ class Step:
     @property
     def temps(self) -> tuple[Buffer, ...]:
         """The values that stages leave for later ones: those of a stage by their names."""
-        found: dict[str, Buffer] = {}
+        buffers: dict[str, Buffer] = {}
         for s in self.stages:
             for b in sorted(s.schedule.program.buffers, key=lambda b: b.name):
-                if b.role in ("temp", "partial") and (b.role == "partial" or b.name not in found):
-                    found[b.name] = b
-        return tuple(found.values())
+                if b.role in ("temp", "partial") and (b.role == "partial" or b.name not in buffers):
+                    buffers[b.name] = b
+        return tuple(buffers.values())

@@ -99,8 +99,8 @@ class Intervals:
         self.known: dict[Node, Interval] = {}
 
     def __call__(self, node: Node) -> Interval:
-        for found in waiting(node, self.known):
-            self.known[found] = self._rounded(found)
+        for waits in waiting(node, self.known):
+            self.known[waits] = self._rounded(waits)
         return self.known[node]
 
     def _rounded(self, node: Node) -> Interval:
@@ -169,9 +169,9 @@ def _abs(node: Node, a: list[Interval]) -> Interval:
 def _cast(node: Node, a: list[Interval]) -> Interval:
     if node.dtype.is_float:
         return a[0]
-    held = _STORED.get(node.dtype.name, _INT)
+    range_of = _STORED.get(node.dtype.name, _INT)
     low, high = (x if math.isinf(x) else math.trunc(x) for x in a[0])  # floats are cut towards 0
-    return (low, high) if held[0] <= low and high <= held[1] else held
+    return (low, high) if range_of[0] <= low and high <= range_of[1] else range_of
 
 
 def _bitcast(node: Node, a: list[Interval]) -> Interval:
@@ -285,18 +285,13 @@ def is_plus(node: Node, loads: Collection[str] = ()) -> bool:
     loads  buffers that hold no -0
     """
     op, a = node.op, node.args
-    if op == "load":
-        return node.attr in loads
-    if op == "fma":
-        return a[0] is a[1] or is_plus(a[2], loads) or (is_plus(a[0], loads) and is_plus(a[1], loads))
-    if node.space == spaces.host or op == "const":
-        return op != "neg" and not (op == "const" and math.copysign(1, node.attr) < 0)
-    if op == "abs" or (op == "mul" and a[0] is a[1]):
+    if op in ("load", "const"):
+        return node.attr in loads if op == "load" else math.copysign(1, node.attr) > 0
+    if node.space == spaces.host:
+        return op != "neg"
+    if op == "abs" or op in ("mul", "fma") and a[0] is a[1]:
         return True
-    if op == "add":
-        return is_plus(a[0], loads) or is_plus(a[1], loads)
-    if op in ("mul", "div", "max", "min"):
-        return is_plus(a[0], loads) and is_plus(a[1], loads)
-    if op == "where":
-        return is_plus(a[1], loads) and is_plus(a[2], loads)
-    return op == "sqrt" and is_plus(a[0], loads)
+    each = (is_plus(x, loads) for x in (a[1:] if op == "where" else a[:2]))
+    if op in ("add", "fma"):
+        return any(each) if op == "add" else is_plus(a[2], loads) or all(each)
+    return op in ("mul", "div", "max", "min", "where", "sqrt") and all(each)

@@ -24,30 +24,27 @@ def spell(node: Node, names: Mapping[int, str] | None = None, below: int = 0) ->
     """
     if names and node.uid in names:
         return names[node.uid]
-    if node.op == "load":
-        return str(node.attr)
-    if node.op == "const":
-        return number(float(node.attr))
-    if node.op == "sym":
-        return "t" if node.attr == "step" else str(node.attr)
+    if not node.args:
+        return _leaf(node)
     if below > LIMIT:
         return "x" * (LIMIT + 1)
-    below += 1
-    if node.op == "neg":
-        return f"minus_{spell(node.args[0], names, below)}"
-    if node.op in _WORDS:
-        a = spell(node.args[0], names, below)
-        if len(a) > LIMIT:
-            return a
-        b = spell(node.args[1], names, below)
-        if node.op == "div" and a == "one":
-            return f"one_over_{b}"
-        return f"{a}_{_WORDS[node.op]}_{b}"
-    if node.op == "extent":
-        return str(node.attr)
     if node.op == "where" and names is not None:
-        return spell(node.args[1], names, below)
-    return "_".join([node.op, *(spell(a, names, below) for a in node.args)])
+        return spell(node.args[1], names, below + 1)
+    words = []
+    for operand in node.args:
+        words.append(spell(operand, names, below + 1))
+        if len(words[0]) > LIMIT and node.op in _WORDS:
+            return words[0]
+    if node.op in _WORDS:
+        return f"_{_WORDS[node.op]}_".join(words)
+    return "_".join(["minus" if node.op == "neg" else node.op, *words])
+
+
+def _leaf(node: Node) -> str:
+    """Return the name of a node without operands."""
+    if node.op == "const":
+        return number(float(node.attr))
+    return "t" if node.op == "sym" and node.attr == "step" else str(node.attr)
 
 
 def name_for(node: Node, fallback: str, names: Mapping[int, str] | None = None) -> str:

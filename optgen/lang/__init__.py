@@ -13,13 +13,12 @@ from optgen.lang.matrices import (
 from optgen.lang.optimizer import optimizer
 from optgen.lang.reductions import (
     amax, col_max, col_mean, col_sum, columns, dot, elements, mat_max, mat_mean, mat_norm, mean, model_dot, model_norm,
-    model_total,
-    norm, rms, row_max, row_mean, row_sum, rows, total,
+    model_total, norm, rms, row_max, row_mean, row_sum, rows, total,
 )
 from optgen.lang.spec import Spec, Trace
 from optgen.lang.values import (
-    Value, atan2, cbrt, clip, equal, erf, exp, floor, log, maximum, minimum, power, rint, rsqrt, sigmoid, sign, sqrt,
-    square, tanh, where,
+    Value, atan2, capped, cbrt, clip, equal, erf, exp, floor, log, maximum, minimum, power, rint, rsqrt, sigmoid, sign,
+    sqrt, square, tanh, where,
 )
 from optgen.lang.wrappers import (
     adagc, agc, asam, averaged, cautious, cautious_decay, centralized, clipped, clipped_value, ema, ema_nesterov, gpa,
@@ -28,7 +27,7 @@ from optgen.lang.wrappers import (
 
 __all__ = [
     "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "adagc", "agc", "amax", "asam",
-    "atan2", "averaged", "bjorck", "cautious", "cautious_decay", "cbrt", "centralized", "clip", "clipped",
+    "atan2", "averaged", "bjorck", "capped", "cautious", "cautious_decay", "cbrt", "centralized", "clip", "clipped",
     "clipped_value", "col", "col_max", "col_mean", "col_sum", "column_norms", "columns", "dot", "eigenvectors",
     "elements", "ema", "ema_nesterov", "equal", "erf", "exp", "finite", "flag", "floor", "gpa", "gram", "grams", "gsam",
     "hyper", "hyperball", "identity", "input", "inverse_root", "log", "lookahead", "low_rank", "low_rank_state", "mars",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
-from optgen.ir.node import Node, postorder
+from optgen.ir.node import Node, is_const, postorder
 from optgen.ir.ranges import Intervals
 from optgen.lang import matrices
-from optgen.lang.declare import StateDecl, flags_in
+from optgen.lang.declare import Declaration, StateDecl, flags_in
 from optgen.lang.probe import probe
 from optgen.lang.spec import Spec, Trace, start
 from optgen.lang.tracing import run, unmarked
@@ -26,21 +26,25 @@ def trace(spec: Spec, setting: tuple[tuple[str, bool], ...]) -> Trace:
     """Return the trace of a spec under a flag setting, checked; the same object every time: functions of matrices stand
     where they are right, three steps on small numbers stay finite, and nonneg states nonneg."""
     flags = dict(setting)
-    made = run(spec, flags)
+    traced = run(spec, flags)
     whole: set[int] = set()  # of one value per matrix or more
-    for node in postorder([made.p, *made.states.values()]):
+    for node in postorder([traced.p, *traced.states.values()]):
         if node.op in MATRIX_OPS:
-            _check_call(spec, node, made)
+            _check_call(spec, node, traced)
         from_whole = any(a.uid in whole and a.space != spaces.elem for a in node.args)
         if node.op in MATRIX_OPS or node.space.name in spaces.MATRICES or node.space == spaces.mat and from_whole:
             whole.add(node.uid)
         elif node.op in REDUCTIONS and from_whole:
             why = "its operand is made of whole matrices, each of which is worked on by itself"
             remedy = "reduce values of elements, which may have it as a term: mean(trace(x) + 0 * g)"
-            place = made.places.get(node.uid, spec.loc)
+            place = traced.places.get(node.uid, spec.loc)
             raise UserError("E129", loc=place, function="a reduction", why=why, remedy=remedy)
-    probe(spec, flags, made)
-    return made
+    probe(spec, flags, traced)
+    return traced
+
+
+NORMALIZING = {"newton_schulz": 2, "newton_schulz_of_rows": 3}
+"""Functions that divide their operand by its norm -> the position of the number that says so."""
 
 
 def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
@@ -53,7 +57,7 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
         raise UserError("E129", loc=place, function=_called(node), why=why, remedy=remedy)
     if node.op == "call":
         _check_scalars(spec, node, place)
-    normalizes = {"newton_schulz": 2, "newton_schulz_of_rows": 3}.get(node.attr)
+    normalizes = NORMALIZING.get(node.attr)
     if normalizes is None or node.args[normalizes].attr == 0:
         return
     if inner := _orthogonal_by(spec, node.args[0]):
@@ -66,22 +70,24 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
 def _orthogonal_by(spec: Spec, x: Node) -> Node | None:
     """Return the call of newton_schulz whose result x is, scaled, transposed, chosen from such, in part, or multiplied
     by states that are orthogonal."""
-    if x.attr in ("newton_schulz", "newton_schulz_of_rows"):
+    if x.attr in NORMALIZING:
         return x
-    of = [a for a in x.args if spaces.dims(a.space)] if x.op in _TURNED else []
-    if x.attr in ("finite", "top_rows", "unwide"):
-        of = [x.args[x.attr == "unwide"]]
-    elif x.op == "where" and (not spaces.dims(x.args[0].space) or x.args[1] is x.args[2]):
-        of = [*x.args[1:]]
-    elif x.op == "matmul":
-        bases = {s.name for s in spec.states if s.trait == "orthogonal"}
-        of = [a for a in x.args if (a.args[0] if a.op == "transpose" else a).attr not in bases]
-    made = [_orthogonal_by(spec, a) for a in of]
+    calls = [_orthogonal_by(spec, a) for a in _made_of(spec, x)]
     several = x.op in ("where", "matmul")
-    return made[0] if made and None not in made and (several or len(made) == 1) else None
+    return calls[0] if calls and None not in calls and (several or len(calls) == 1) else None
 
 
-_TURNED = frozenset("mul div neg transpose to_wide".split())
+def _made_of(spec: Spec, x: Node) -> list[Node]:
+    """Return the operands that have to be orthogonal for x to be so; [] where it is not by its operands."""
+    if x.op == "call":
+        return [x.args[x.attr == "unwide"]] if x.attr in ("finite", "top_rows", "unwide") else []
+    if x.op == "where":
+        one_side = not spaces.dims(x.args[0].space) or x.args[1] is x.args[2]
+        return [*x.args[1:]] if one_side else []
+    if x.op == "matmul":
+        bases = {s.name for s in spec.states if s.trait == "orthogonal"}
+        return [a for a in x.args if (a.args[0] if a.op == "transpose" else a).attr not in bases]
+    return [a for a in x.args if spaces.dims(a.space)] if x.op in ("mul", "div", "neg", "transpose", "to_wide") else []
 
 
 def _check_scalars(spec: Spec, node: Node, place: Loc | None) -> None:
@@ -123,14 +129,12 @@ def _is_whole(spec: Spec, x: Node) -> bool:
     if x.op == "const":
         return float(x.attr).is_integer()
     if x.op == "sym":
-        begins = any(x.attr == s.name and s.init.is_integer() for s in spec.host_states)
-        return begins or x.attr == "step" or any(x.attr in h.parts and h.whole for h in spec.hypers)
-    if x.op in ("floor", "rint", "extent"):
-        return True
-    if x.op == "pow" and not (x.args[1].op == "const" and x.args[1].attr >= 0):
+        whole = {part for h in spec.hypers if h.whole for part in h.parts}
+        return x.attr in {"step", *whole, *(s.name for s in spec.host_states if s.init.is_integer())}
+    if x.op == "pow" and not (is_const(x.args[1]) and x.args[1].attr >= 0):
         return False
     terms = x.args[1:] if x.op == "where" else x.args
-    return x.op in _WHOLE and all(_is_whole(spec, a) for a in terms)
+    return x.op in ("floor", "rint", "extent") or x.op in _WHOLE and all(_is_whole(spec, a) for a in terms)
 
 
 def _called(node: Node) -> str:
@@ -186,9 +190,8 @@ def _check_operand(name: str, operands: Sequence[Any], numbers: Sequence[Any]) -
     if not trait:
         return
     x = operands[position]
-    off = _LACKS[trait](x.mT if name == "solve_triangular" and not numbers[0] else x).abs().max()
-    if off > 1e-6 * x.abs().max():
-        why = f"its operand is not {trait}: of random values it is off by {float(off):.2g}"
+    if off := _off(_LACKS[trait](x.mT if name == "solve_triangular" and not numbers[0] else x), x):
+        why = f"its operand is not {trait}: of random values it is off by {off}"
         raise UserError("E129", loc=author_loc(), function=f"{name}()", why=why, remedy=_WITH[trait])
 
 
@@ -198,18 +201,34 @@ def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
 
     What newton_schulz takes part in is rounded to bf16 and not judged.
     """
-
-    def exact(nodes: list[Node]) -> bool:
-        return all(n.attr not in ("newton_schulz", "newton_schulz_of_rows") for n in postorder(nodes))
-
     of_sides = [s for s in spec.present(flags) if s.trait in _LACKS]
-    judged = [s for s in of_sides if trace.states[s.name].op != "load"]
-    judged = [s for s in judged if exact([trace.states[s.name]])]
-    roots = [trace.p, *trace.states.values()]
-    halves = [n.args[_HALVES[n.attr][0]] for n in postorder(roots) if n.op == "call" and n.attr in _HALVES]
-    watch = halves and exact(halves)
-    if not judged and not watch:
+    judged = [(s, new) for s in of_sides if (new := trace.states[s.name]).op != "load" and _is_exact([new])]
+    calls = [n for n in postorder([trace.p, *trace.states.values()]) if n.op == "call" and n.attr in _HALVES]
+    watched = bool(calls) and _is_exact([n.args[_HALVES[n.attr][0]] for n in calls])
+    if not judged and not watched:
         return
+    for step, kept in _two_steps(spec, flags, of_sides, watched):
+        for s, new in judged:
+            if off := _off(_lacks(s, kept[s.name]), kept[s.name]):
+                place = trace.places.get(new.uid, s.loc)
+                raise UserError("E143", loc=place, name=s.name, trait=s.trait, step=step, off=off)
+
+
+def _off(lacks: Any, x: Any) -> str:
+    """Return how far a matrix is from having a trait, as text; "" where that is rounding."""
+    off = lacks.abs().max()
+    return f"{float(off):.2g}" if off > 1e-6 * x.abs().max() else ""
+
+
+def _is_exact(nodes: Sequence[Node]) -> bool:
+    return all(n.attr not in NORMALIZING for n in postorder(nodes))
+
+
+def _two_steps(
+    spec: Spec, flags: Mapping[str, bool], of_sides: Sequence[StateDecl], watched: bool
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the states of two steps of a random matrix from random states that have their traits; fewer
+    where a decomposition fails.  Operands of functions of matrices are checked if `watched`."""
     import torch
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -222,19 +241,14 @@ def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     has["orthogonal"] = lambda x: (lambda u, _, v: u @ v)(*torch.linalg.svd(x, full_matrices=False))
     kept = {s.name: has[s.trait](drawn(*start(s, p, hypers).shape)) for s in of_sides}
     for step in (1, 2):
-        watched = matrices.WATCHED.set(_check_operand if watch else None)
+        around = matrices.WATCHED.set(_check_operand if watched else None)
         try:
             p, kept, host = spec.evaluate(p, drawn(5, 7), step, kept, host, **flags)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             return
         finally:
-            matrices.WATCHED.reset(watched)
-        for s in judged:
-            x = kept[s.name]
-            off = _lacks(s, x).abs().max()
-            if off > 1e-6 * x.abs().max():
-                place = trace.places.get(trace.states[s.name].uid, s.loc)
-                raise UserError("E143", loc=place, name=s.name, trait=s.trait, step=step, off=f"{float(off):.2g}")
+            matrices.WATCHED.reset(around)
+        yield step, kept
 
 
 def _check_pairs(spec: Spec, trace: Trace) -> None:
@@ -249,27 +263,31 @@ def _check_pairs(spec: Spec, trace: Trace) -> None:
 
 def _check_inputs(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     """Raise UserError E106 for an input that is read where no flag says that it was fed, if there is one for it."""
-    fed = {name for f in spec.flags if flags[f.name] for name in f.inputs}
-    if any(f.inputs and not flags[f.name] and fed.issuperset(f.inputs) for f in spec.flags):
+    on = [f for f in spec.flags if flags[f.name]]
+    fed = {name for f in on for name in f.inputs}
+    if any(f.inputs and f not in on and fed.issuperset(f.inputs) for f in spec.flags):
         return  # no step has this setting
-    for name in spec.inputs:
-        known = [f.name for f in spec.flags if name in f.inputs]
-        if name in trace.reads and known and name not in fed:
-            nodes = postorder([*trace.new.values(), *(node for node, *_ in trace.sums)])
-            users = (n for n in nodes if any(a.op == "load" and a.attr == name for a in n.args))
-            place = next((trace.places[n.uid] for n in users if n.uid in trace.places), spec.loc)
-            on = ", ".join(f.name for f in spec.flags if flags[f.name]) or "none"
-            raise UserError("E106", loc=place, name=name, flags=" or ".join(known), on=on)
+    for name in sorted(trace.reads.intersection(spec.inputs) - fed):
+        if known := [f.name for f in spec.flags if name in f.inputs]:
+            place, setting = _first_use(spec, trace, name), ", ".join(f.name for f in on) or "none"
+            raise UserError("E106", loc=place, name=name, flags=" or ".join(known), on=setting)
+
+
+def _first_use(spec: Spec, trace: Trace, name: str) -> Loc:
+    """Return the place of the first operation that takes a state or an input."""
+    nodes = postorder([*trace.new.values(), *(node for node, *_ in trace.sums)])
+    users = (n.uid for n in nodes if any(a.op == "load" and a.attr == name for a in n.args))
+    return next((trace.places[uid] for uid in users if uid in trace.places), spec.loc)
 
 
 def _check_sums(spec: Spec) -> None:
     """Raise UserError E129 if parameters of other shapes take a sum over the model elsewhere in the rule."""
     first: dict[tuple[int | bool, ...], Trace] = {}
-    for setting, made in zip(spec.settings(), unmarked(spec), strict=True):
-        rest = (len(made.sums), *(setting[f.name] for f in spec.flags if f.shape is None))
-        for (_, one, at), (_, other, here) in zip(first.setdefault(rest, made).sums, made.sums, strict=True):
-            if (one, at) != (other, here):
-                why = f"parameters of other shapes take a sum at {one.short} instead, and all are added up to one"
+    for setting, trace in zip(spec.settings(), unmarked(spec), strict=True):
+        rest = (len(trace.sums), *(setting[f.name] for f in spec.flags if f.shape is None))
+        for (_, node, at), (_, other, here) in zip(first.setdefault(rest, trace).sums, trace.sums, strict=True):
+            if (node, at) != (other, here):
+                why = f"parameters of other shapes take a sum at {node.short} instead, and all are added up to one"
                 remedy = "choose its operand in the branches of `if`, and take the sum behind them"
                 raise UserError("E129", loc=other, function="a sum over the model", why=why, remedy=remedy)
 
@@ -288,21 +306,32 @@ def check(spec: Spec) -> None:
         _check_inputs(spec, setting, trace)
     if any(trace.sums for _, trace in traces):
         _check_sums(spec)
-    read = set().union(*(_reads(trace) for _, trace in traces))
+    _check_used(spec, traces)
+
+
+def _check_used(spec: Spec, traces: Sequence[tuple[dict[str, bool], Trace]]) -> None:
+    """Raise UserError E116 for a state, a hyper-parameter or a flag that makes no difference."""
+    read, named = set().union(*(_reads(trace) for _, trace in traces)), _named(spec)
+    asked = {name for s in spec.kept for name in flags_in(s.when)}
     for s in spec.kept:
-        if s.name not in read:
-            raise UserError("E116", loc=s.loc, kind="state", name=s.name, remedy="drop it, or use it in the rule")
-    switches = {name for f in spec.flags for name in (f.nonzero, f.every, *f.limits)} | {s.init for s in spec.states}
-    others = {s.rank for s in spec.states} | {*spec.ascends.values()}
+        _refuse_idle(s, "state", s.name, s.name in read)
     for h in spec.hypers:
         for part in h.parts:
-            if part not in read and h.name not in switches | others:
-                remedy = "drop it, or use it in the rule"
-                raise UserError("E116", loc=h.loc, kind="hyper-parameter", name=part, remedy=remedy)
-    asked = {name for s in spec.kept for name in flags_in(s.when)}
+            _refuse_idle(h, "hyper-parameter", part, part in read or h.name in named)
     for f in spec.flags:
-        if f.name not in asked and not _switches(f.name, traces):
-            raise UserError("E116", loc=f.loc, kind="flag", name=f.name, remedy="drop it, or branch on it with `if`")
+        _refuse_idle(f, "flag", f.name, f.name in asked or _switches(f.name, traces))
+
+
+def _refuse_idle(d: Declaration, kind: str, name: str, used: bool) -> None:
+    if not used:
+        remedy = "drop it, or branch on it with `if`" if kind == "flag" else "drop it, or use it in the rule"
+        raise UserError("E116", loc=d.loc, kind=kind, name=name, remedy=remedy)
+
+
+def _named(spec: Spec) -> set[Any]:
+    """Return the names of hyper-parameters that other declarations refer to."""
+    of_flags = {name for f in spec.flags for name in (f.nonzero, f.every, *f.limits)}
+    return of_flags | {name for s in spec.states for name in (s.init, s.rank)} | {*spec.ascends.values()}
 
 
 def _check_repeats(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
@@ -320,7 +349,7 @@ def _reads(trace: Trace) -> set[str]:
     return {n.attr for n in postorder(roots) if n.op in ("sym", "load")}
 
 
-def _switches(flag: str, traces: list[tuple[dict[str, bool], Trace]]) -> bool:
+def _switches(flag: str, traces: Sequence[tuple[dict[str, bool], Trace]]) -> bool:
     """Return True if the rule differs between the two settings of a flag, everything else equal."""
     by_rest: dict[tuple[tuple[str, bool], ...], Trace] = {}
     for setting, trace in traces:

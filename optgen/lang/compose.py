@@ -22,15 +22,14 @@ from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.base.names import camel
-from optgen.lang.declare import INPUT, Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, low_rank_state, usual
+from optgen.lang.declare import INPUT, Declaration, FlagDecl, HyperDecl, StateDecl, low_rank_state, schema, usual
 from optgen.lang.matrices import qr
 from optgen.lang.optimizer import check_declarations, declaration_of, evaluation_of
 from optgen.lang.policies import DECAYED
 from optgen.lang.source import SpecSource
 from optgen.lang.spec import Evaluation, MatrixKind, Spec
-from optgen.lang.values import Absent, Num, Value, minimum
+from optgen.lang.values import Absent, Num, Value, capped
 from optgen.ops import spaces
-from optgen.runtime.records import fed_name
 
 Wrapper = Callable[[Spec], Spec]
 
@@ -64,12 +63,12 @@ class Rule:
         """
         marks = DECAYED.get()
         marks = [] if marks is None else marks
-        given, around = self.states, DECAYED.set(marks)
+        starts, around = self.states, DECAYED.set(marks)
         try:
             new = self(p, g, t, **changed)
         finally:
             DECAYED.reset(around)
-        follows = [s.name for s in self.spec.states if s.init == "param" and self.states[s.name] is not given[s.name]]
+        follows = [s.name for s in self.spec.states if s.init == "param" and self.states[s.name] is not starts[s.name]]
         if self.spec.evaluation is not None or follows:
             raise _beside(self.spec)
         before = next((after for of, after in reversed(marks) if of is p), p)
@@ -92,8 +91,8 @@ def _beside(spec: Spec) -> UserError:
 
 def _names(spec: Spec) -> set[str]:
     """The names of its hyper-parameters and their parts, flags and states."""
-    found = {x.name for xs in (spec.hypers, spec.flags, spec.kept) for x in xs}
-    return found | {part for h in spec.hypers for part in h.parts}
+    names = {x.name for xs in (spec.hypers, spec.flags, spec.kept) for x in xs}
+    return names | {part for h in spec.hypers for part in h.parts}
 
 
 def _free(inner: Spec, wrapper: str, name: str) -> str:
@@ -102,7 +101,7 @@ def _free(inner: Spec, wrapper: str, name: str) -> str:
 
 
 def _made(
-    inner: Spec, name: str, doc: str, cite: str, declared: Sequence[Any], place: Loc,
+    inner: Spec, name: str, doc: str, cite: str, declared: Sequence[Declaration], place: Loc,
     step: Callable[..., tuple[Any, ...]], *, inside: Spec | None = None, t: bool = False,
     evaluation: Evaluation | None = None,
 ) -> Spec:  # fmt: skip
@@ -112,38 +111,27 @@ def _made(
     inside  the rule that step takes, where inner has already other states or flags than it
     t       whether step takes the number of the step
     """
-    taken = _names(inner)
     declared = [replace(d, loc=d.loc or place) for d in declared]
     for d in declared:
-        if d.name in taken:
+        if d.name in _names(inner):
             why, hint = f"{inner.name} has something of that name already", f"rename `{d.name}` in {inner.name}"
             raise UserError("E115", loc=place, name=d.name, why=why, hint=hint)
-    states = tuple(d for d in declared if isinstance(d, StateDecl))
-    fed = [s for s in states if s.trait == INPUT]
-    hosts = tuple(d for d in declared if isinstance(d, HostStateDecl))
-    hosts += tuple(HostStateDecl(fed_name(s.name), 0.0, loc=s.loc) for s in fed)
-    inputs = {x for s in fed for x in (s.name, fed_name(s.name))}  # which step does not return
-    at = len(inner.states) + 1  # states of the device stand before those of the host
-    own = [*(s.name for s in states), *(s.name for s in hosts)]
-    begun = ("p", *(s.name for s in inner.kept)) if inner.taken else inner.order  # with inputs, which it hands on
-    order = (*begun[:at], *(s.name for s in states), *begun[at:], *(s.name for s in hosts))
-    takes_step = t or inner.takes_step
+    added = schema(declared)
+    order, takes_step = (*inner.order, *added.order), t or inner.takes_step
 
-    def function(p: Any, g: Any, *given: Any, **options: Any) -> tuple[Any, ...]:
-        values = dict(zip(order[1:], given[takes_step:], strict=True)) | options
-        number = given[0] if takes_step else None
+    def function(p: Any, g: Any, *t: Any, **values: Any) -> tuple[Any, ...]:
+        number = t[0] if takes_step else None
         rule = Rule(inside or inner, number, values)
         came, (p, *new) = p, step(rule, p, g, number, values)
         moved = rule.went[0] is not came or rule.went[1] is not p
         if moved and inner.evaluation is not None and inner.evaluation.beside:
             raise _beside(inner)
-        made = [x for x in own if x not in inputs]
-        if len(new) != len(made):
-            raise UserError("E122", loc=place, name=name, want=1 + len(made), got=1 + len(new))
-        after = {**values, **rule.states, **dict(zip(made, new, strict=True))}
+        if len(new) != len(added.order):
+            raise UserError("E122", loc=place, name=name, want=1 + len(added.order), got=1 + len(new))
+        after = {**values, **rule.states, **dict(zip(added.order, new, strict=True))}
         return (p, *(after[state] for state in order[1:]))
 
-    made = replace(
+    spec = replace(
         inner,
         name=f"{name}_{inner.name}",
         class_name=f"{camel(name)}{inner.class_name}",
@@ -151,18 +139,17 @@ def _made(
         cite=cite,
         like=None,
         loc=place,
-        hypers=(*inner.hypers, *(d for d in declared if isinstance(d, HyperDecl))),
-        flags=(*inner.flags, *(d for d in declared if isinstance(d, FlagDecl))),
-        states=(*inner.states, *states),
-        host_states=(*inner.host_states, *hosts),
+        hypers=(*inner.hypers, *added.hypers),
+        flags=(*inner.flags, *added.flags),
+        states=(*inner.states, *added.states),
+        host_states=(*inner.host_states, *added.host_states),
         takes_step=takes_step,
         order=order,
-        taken=(),
         function=function,
         evaluation=evaluation or inner.evaluation,
     )
-    check_declarations(made)
-    return made
+    check_declarations(spec)
+    return spec
 
 
 def wrapper(
@@ -198,9 +185,10 @@ def wrapper(
         for k, d in enumerate(declared):
             if isinstance(d, FlagDecl) and d.shape is not None:
                 declared[k] = replace(usual(d, {}), text=source.lambda_of(d.name) or "")
-        own_weights = replace(evaluation_of(evaluate, declared), beside=True) if evaluate is not None else None
-        kept = [d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl))]
-        options = [d.name for d in declared if d.name not in kept]
+        own = schema(declared)
+        own_weights = replace(evaluation_of(evaluate, own), beside=True) if evaluate is not None else None
+        options = [h.name for h in own.hypers] + [f.name for f in own.flags]
+        kept = [d.name for d in declared if d.name not in options]
         declared += ascent.hypers if ascent is not None else ()
 
         @wraps(function)
@@ -260,8 +248,8 @@ def _renamed(text: str, named: Mapping[str, str]) -> str:
 
 def _declared_as(d: Declaration, named: Mapping[str, str]) -> Any:
     """A declaration with other names, its own and those that it refers to."""
-    found = {f.name: getattr(d, f.name) for f in fields(d) if f.name not in ("text", "trait")}
-    changed: dict[str, Any] = {key: _renamed(x, named) for key, x in found.items() if isinstance(x, str)}
+    values = {f.name: getattr(d, f.name) for f in fields(d) if f.name not in ("text", "trait")}
+    changed: dict[str, Any] = {key: _renamed(x, named) for key, x in values.items() if isinstance(x, str)}
     if isinstance(d, HyperDecl):
         changed["parts"] = tuple(_renamed(part, named) for part in d.parts)
     return replace(d, **changed)
@@ -278,33 +266,20 @@ def low_rank(inner: Spec, state: str, *, when: str, rank: int = 8, **fixed: bool
     of gradients count as 1e14 at most, so that fp32 has these products.
     """
     place, words = locs.of_frame(sys._getframe(1)), when.split(" and ")
-    plain = {s.name for s in inner.states if replace(s, loc=None, normalized_by=None) == StateDecl(s.name, spaces.elem)}
-    flags = {f.name for f in inner.flags}
-    for what, got, known in (
-        ("a signed state of elements that is always there and starts at 0", {state}, plain),
-        ('flags in when=, such as "matrix and not adamw"', {word.removeprefix("not ") for word in words}, flags),
-        ("flags to be fixed", set(fixed), flags),
-    ):
-        if got - known:
-            hint = f"{inner.name} has {', '.join(sorted(known)) or 'none'}"
-            refused = f"low_rank takes {what}, got {', '.join(sorted(got - known))}"
-            raise UserError("E113", loc=place, what=refused, hint=hint)
+    _refuse_low_rank(inner, place, {state}, {word.removeprefix("not ") for word in words}, {*fixed})
     rank_name = _free(inner, "low_rank", "rank")
     parts = [f"{state}_{x}" for x in ("residual", "left", "right")]
 
     def step(rule: Rule, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        (residual, left, right), given = (values[x] for x in parts), rule.states[state]
-        factored = not isinstance(residual, Absent)
-        if factored:
-            rule.states[state] = left @ right + residual
-            g = g * minimum(1e14 / abs(g), 1)
-        p = rule(p, g, **fixed)
-        if factored:
-            x, rule.states[state] = rule.states[state], given
-            left = qr(x @ right.T)
-            right = left.T @ x
-            residual = x - left @ right
-        return p, residual, left, right
+        (residual, left, right), unused = (values[x] for x in parts), rule.states[state]
+        if isinstance(residual, Absent):
+            return rule(p, g, **fixed), residual, left, right
+        rule.states[state] = left @ right + residual
+        p = rule(p, capped(g, 1e14), **fixed)
+        x, rule.states[state] = rule.states[state], unused
+        left = qr(x @ right.T)
+        right = left.T @ x
+        return p, x - left @ right, left, right
 
     unless = " or ".join(word[4:] if word.startswith("not ") else f"not {word}" for word in words)
     changed = replace(
@@ -318,3 +293,18 @@ def low_rank(inner: Spec, state: str, *, when: str, rank: int = 8, **fixed: bool
     doc = f"{inner.class_name} with `{state}` kept as a product of rank {rank_name} and a residual."
     declared = (hyper, *(replace(s, name=name) for s, name in zip(added, parts, strict=True)))
     return _made(changed, "low_rank", doc, inner.cite, declared, place, step, inside=inner)
+
+
+def _refuse_low_rank(inner: Spec, place: Loc, states: set[str], flags: set[str], fixed: set[str]) -> None:
+    """Raise UserError E113 where `low_rank` is given other states and flags than it can take of a rule."""
+    plain = {s.name for s in inner.states if replace(s, loc=None, normalized_by=None) == StateDecl(s.name, spaces.elem)}
+    known = {f.name for f in inner.flags}
+    for what, got, there in (
+        ("a signed state of elements that is always there and starts at 0", states, plain),
+        ('flags in when=, such as "matrix and not adamw"', flags, known),
+        ("flags to be fixed", fixed, known),
+    ):
+        if got - there:
+            hint = f"{inner.name} has {', '.join(sorted(there)) or 'none'}"
+            refused = f"low_rank takes {what}, got {', '.join(sorted(got - there))}"
+            raise UserError("E113", loc=place, what=refused, hint=hint)

@@ -14,16 +14,16 @@ distance=model_state()                   one number for all parameters, on the d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.lang.values import author_loc
 from optgen.ops import spaces
 from optgen.ops.spaces import Space
-from optgen.runtime.records import Flag, Hyper
+from optgen.runtime.records import Flag, Hyper, fed_name
 from optgen.runtime.records.series import number, plain
 
 Shape = tuple[int, ...]
@@ -120,6 +120,33 @@ class HostStateDecl:
 
 
 Declaration = HyperDecl | FlagDecl | StateDecl | HostStateDecl
+Kind = TypeVar("Kind", HyperDecl, FlagDecl, StateDecl, HostStateDecl)
+
+
+class Schema(NamedTuple):
+    """The declarations of a signature by kind.
+
+    host_states  also one for each input, which says if it was fed
+    order        states and host states as they stand in the signature, which is how a rule returns them
+    """
+
+    hypers: tuple[HyperDecl, ...]
+    flags: tuple[FlagDecl, ...]
+    states: tuple[StateDecl, ...]
+    host_states: tuple[HostStateDecl, ...]
+    order: tuple[str, ...]
+
+
+def schema(declared: Sequence[Declaration]) -> Schema:
+    """Return declarations by kind."""
+
+    def of(kind: type[Kind]) -> tuple[Kind, ...]:
+        return tuple(d for d in declared if isinstance(d, kind))
+
+    fed = [s for s in of(StateDecl) if s.trait == INPUT]
+    counts = [HostStateDecl(fed_name(s.name), 0.0, loc=s.loc) for s in fed]
+    order = [d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl)) and d not in fed]
+    return Schema(of(HyperDecl), of(FlagDecl), of(StateDecl), (*of(HostStateDecl), *counts), tuple(order))
 
 
 def _refuse(what: str, hint: str) -> UserError:
@@ -147,22 +174,30 @@ def _state(
     space: Space, traits: tuple[object, ...], when: object, init: object, normalized_by: str | None = None,
     forms: tuple[Trait, ...] = (),
 ) -> StateDecl:  # fmt: skip
-    for t in traits:
-        if t not in (nonneg, *forms) or len(traits) > 1:
-            known, got = " or ".join(f"`{x.name}`" for x in (nonneg, *forms)), ", ".join(map(repr, traits))
-            hint = "declare one of them, or none" if forms else "state(nonneg, when=..., init=...)"
-            raise _refuse(f"a state's only trait is {known}, got {got}", hint)
+    known = (nonneg, *forms)
+    if len(traits) > 1 or not {*traits} <= {*known}:
+        wanted, got = " or ".join(f"`{x.name}`" for x in known), ", ".join(map(repr, traits))
+        hint = "declare one of them, or none" if forms else "state(nonneg, when=..., init=...)"
+        raise _refuse(f"a state's only trait is {wanted}, got {got}", hint)
     if when is not None and not isinstance(when, str):
         raise _refuse(f"when= is the name of a flag in quotes, got {when!r}", 'for instance when="amsgrad"')
-    start: float | str = init if isinstance(init, str) else _number("init=", init)
-    if not isinstance(start, str) and not math.isfinite(start):
-        raise _refuse(f"a state cannot start at {start:g}", "a finite number")
-    if nonneg in traits and not isinstance(start, str) and start < 0:
-        raise _refuse(f"a state declared nonneg cannot start at {start:g}", "")
-    if start == "param" and (space is not spaces.elem or nonneg in traits):
-        raise _refuse('init="param" is for signed element-wise states', "")
     form = "".join(t.name for t in forms if t in traits)
+    start = _start(space, nonneg in traits, init)
     return StateDecl("", space, nonneg in traits, when, start, normalized_by, trait=form)
+
+
+def _start(space: Space, positive: bool, init: object) -> float | str:
+    """Return the checked value of init=."""
+    if isinstance(init, str):
+        if init == "param" and (space is not spaces.elem or positive):
+            raise _refuse('init="param" is for signed element-wise states', "")
+        return init
+    start = _number("init=", init)
+    if not math.isfinite(start):
+        raise _refuse(f"a state cannot start at {start:g}", "a finite number")
+    if positive and start < 0:
+        raise _refuse(f"a state declared nonneg cannot start at {start:g}", "")
+    return start
 
 
 def state(*traits: Trait, when: str | None = None, init: Any = 0.0, normalized_by: str | None = None) -> Any:
@@ -226,8 +261,8 @@ def matrix_state(side: str, *traits: Trait, when: str | None = None, init: Any =
         raise _refuse(what, 'matrix_state("rows")')
     start = init if init == "identity" else _finite("init=", init, 'a number, or "identity"')
     first = start if start != "identity" else 0.0
-    made = _state(Space(dims), traits, when, first, None, (symmetric, orthogonal, triangular))
-    return replace(made, init=start)
+    declared = _state(Space(dims), traits, when, first, None, (symmetric, orthogonal, triangular))
+    return replace(declared, init=start)
 
 
 def low_rank_state(
@@ -340,8 +375,8 @@ def shape_flag(holds: Callable[..., bool]) -> Any:
     """
     if not callable(holds):
         raise _refuse(f"shape_flag() takes a function of the shape, got {holds!r}", "")
-    found = FlagDecl("", shape=holds)
-    return found if found.limits else usual(found, {})
+    flag_of_shape = FlagDecl("", shape=holds)
+    return flag_of_shape if flag_of_shape.limits else usual(flag_of_shape, {})
 
 
 def usual(flag: FlagDecl, hypers: Mapping[str, Any]) -> FlagDecl:

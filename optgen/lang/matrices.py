@@ -13,7 +13,7 @@ from typing import Any
 from optgen.base.errors import UserError
 from optgen.ir import node as ir
 from optgen.lang import draws
-from optgen.lang.values import Num, Value, author_loc, lift, reader_of
+from optgen.lang.values import Absent, Num, Value, author_loc, lift, reader_of, where
 from optgen.ops import spaces
 from optgen.runtime.records import keys, series
 
@@ -91,9 +91,13 @@ def eigenvectors(x: Num) -> Any:
     return _call("eigenvectors", (x,))
 
 
-def orthogonal_iteration(x: Num, basis: Num) -> Any:
-    """qr(x @ basis), one step nearer to the eigenvectors of a symmetric x; those themselves where basis is 0."""
-    return _call("orthogonal_iteration", (x, basis))
+def orthogonal_iteration(x: Num, basis: Num, known: Num | None = None) -> Any:
+    """qr(x @ basis), one step nearer to the eigenvectors of a symmetric x.
+
+    known  a condition of the host, such as t > 1: where it does not hold, there is no basis yet, and the result is the
+           eigenvectors themselves
+    """
+    return _call("orthogonal_iteration", (x, basis if known is None else where(known, 1.0, 0.0) * basis))
 
 
 def sorting(x: Num) -> Any:
@@ -221,7 +225,33 @@ def _recorded(node: ir.Node, x: Value) -> Value:
     return Value(x.record(node) if x.record else node, x.record)
 
 
-_OF_SQUARES = frozenset("eigenvectors sorting inverse_root triangle identity norm_lower_bound".split())
+_SQUARE, _HINT = "a square matrix", "x @ x.T and x.T @ x are square"
+_OF_SQUARES = "eigenvectors sorting inverse_root triangle identity norm_lower_bound".split()
+_FITS: dict[str, tuple[Callable[..., bool], str, str]] = {
+    **dict.fromkeys(_OF_SQUARES, (lambda x: x[0] == x[1], _SQUARE, _HINT)),
+    "qr": (
+        lambda x: x[0] == x[1] or x[1] == "r" or x == "ls", "a matrix that never has more columns than rows", _HINT,
+    ),
+    "solve_triangular": (lambda b, a: a == 2 * b[0], f"{_SQUARE} of as many rows as its first operand", _HINT),
+    "singular_vectors": (
+        lambda like, x: like[0] == x[0] and (like[1] == "r" or like in ("ss", x) and like[0] == like[1]),
+        "a basis (d, rank) and a matrix of d rows", 'low_rank_state("short", ...) is a basis of wide(x)',
+    ),
+    "finite": (lambda x, other="": other in ("", x), "two matrices of one shape", _HINT),
+}  # fmt: skip
+"""Function of whole matrices -> a test of the dimensions of its matrices, what it wants, and a hint."""
+
+
+def _check_shapes(name: str, nodes: Sequence[ir.Node], said: str) -> None:
+    """Raise UserError E201 for operands that are no matrices, and E206 for matrices of other shapes than it takes."""
+    dims = [spaces.dims(node.space) for node in nodes]
+    if not all(dims):
+        space = nodes[dims.index("")].space
+        raise UserError("E201", loc=author_loc(), function=said, want="elem or matrix", got=space)
+    fits, want, hint = _FITS.get(name, (None, "", ""))
+    if fits is not None and not fits(*dims):
+        got = " and ".join(spaces.shown(node.space) for node in nodes)
+        raise UserError("E206", loc=author_loc(), function=f"{said}()", want=want, got=got, hint=hint)
 
 
 def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = (), said: str = "") -> Any:
@@ -229,30 +259,11 @@ def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = (), sai
     (x, *_) = operands
     if isinstance(x, Value):
         nodes = [lift(operand) for operand in operands]
-        if not all(spaces.dims(node.space) for node in nodes):
-            got = next(node.space for node in nodes if not spaces.dims(node.space))
-            raise UserError("E201", loc=author_loc(), function=said or name, want="elem or matrix", got=got)
-        first, *others = (spaces.dims(node.space) for node in nodes)
-        square = first[0] == first[1]
-        hint = "x @ x.T and x.T @ x are square"
-        want = "a square matrix" if not square and name in _OF_SQUARES else ""
-        if name == "qr" and not square and first[1] != "r" and first != "ls":
-            want = "a matrix that never has more columns than rows"
-        elif name == "solve_triangular" and others != [2 * first[0]]:
-            want = "a square matrix of as many rows as its first operand"
-        elif name == "singular_vectors":
-            if first[0] != others[0][0] or first[1] != "r" and first not in ("ss", others[0] if square else ""):
-                want = "a basis (d, rank) and a matrix of d rows"
-                hint = 'low_rank_state("short", ...) is a basis of wide(x)'
-        elif name == "finite" and others not in ([], [first]):
-            want = "two matrices of one shape"
-        if want:
-            shown = " and ".join(spaces.shown(node.space) for node in nodes)
-            raise UserError("E206", loc=author_loc(), function=f"{said or name}()", want=want, got=shown, hint=hint)
+        _check_shapes(name, nodes, said or name)
         return _recorded(ir.op("call", *nodes, *map(lift, numbers), attr=name), x)
-    own = getattr(type(x), "reader", None)
-    if own is not None:
-        return own.call(x)
+    reader = getattr(type(x), "reader", None)
+    if reader is not None or isinstance(x, Absent):
+        return reader_of(x).call(x)
     if type(x).__module__.startswith("torch"):
         from optgen.runtime.reference import matrices
 

@@ -6,7 +6,7 @@ import ast
 import inspect
 import keyword
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, Literal, overload
@@ -15,16 +15,26 @@ from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc, of_code
 from optgen.base.names import camel, is_name, is_snake, is_text, snake, unique
 from optgen.lang import check
-from optgen.lang.declare import INPUT, Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in, usual
+from optgen.lang.declare import (
+    Declaration,
+    FlagDecl,
+    HostStateDecl,
+    HyperDecl,
+    Schema,
+    StateDecl,
+    flags_in,
+    schema,
+    usual,
+)
 from optgen.lang.source import SpecSource
 from optgen.lang.spec import Evaluation, MatrixKind, Readings, Spec
 from optgen.lang.tracing import check_weights
 from optgen.lang.values import author_loc
 from optgen.ops import spaces
-from optgen.runtime.records import fed_name
 from optgen.runtime.records.keys import DRAW
 
 LEAVES = ("p", "g", "t")
+_NUMBER = "hyper-parameter"
 # Names that users of the optimizer pass or read: constructor arguments, keys of a group and of a state.
 RESERVED = frozenset(
     "p g t step params maximize plan overrides blocks module offload backend seed self state defaults param_groups "
@@ -51,25 +61,15 @@ def optimizer(function: Callable[..., Any], /) -> Spec: ...
 
 @overload
 def optimizer(
-    *,
-    cite: str = "",
-    like: str | None = None,
-    name: str | None = None,
-    evaluate: Callable[..., Any] | None = None,
+    *, cite: str = "", like: str | None = None, name: str | None = None, evaluate: Callable[..., Any] | None = None,
     matrix: MatrixKind | Literal["blocks"] = "last",
 ) -> Callable[[Callable[..., Any]], Spec]: ...
 
 
 def optimizer(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    cite: str = "",
-    like: str | None = None,
-    name: str | None = None,
-    evaluate: Callable[..., Any] | None = None,
-    matrix: MatrixKind | Literal["blocks"] = "last",
-) -> Spec | Callable[[Callable[..., Any]], Spec]:
+    function: Callable[..., Any] | None = None, /, *, cite: str = "", like: str | None = None, name: str | None = None,
+    evaluate: Callable[..., Any] | None = None, matrix: MatrixKind | Literal["blocks"] = "last",
+) -> Spec | Callable[[Callable[..., Any]], Spec]:  # fmt: skip
     """Make a Spec of a function (p, g[, t], states..., *, hyper-parameters and flags...).
 
     cite  the paper
@@ -129,23 +129,8 @@ def _spec(
         hint = f"def {spelled}(p, g, ...)" if is_snake(spelled) else "def my_rule(p, g, ...)"
         hint += '; the class is named by @optimizer(name="...")'
         raise UserError("E115", loc=source.head, name=source.name, why="a spec is named in snake_case", hint=hint)
-    parameters = list(inspect.signature(function).parameters.values())
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    leaves = [p.name for p in positional if p.default is p.empty]
-    if leaves not in (["p", "g"], ["p", "g", "t"]):
-        more = {"hint": _NO_TENSORS} if leaves[:2] == ["p", "g"] else {}
-        raise UserError("E114", loc=source.head, got=", ".join(leaves) or "none", **more)
-    declared: list[Declaration] = []
-    for p in parameters:
-        if p.name == "t" and "t" not in leaves:
-            hint = f"def {source.name}(p, g, t, ...) takes the step; a state or hyper-parameter is called otherwise"
-            raise UserError("E115", loc=source.parameters["t"], name="t", why="it is the number of the step", hint=hint)
-        if p.name not in LEAVES:
-            declared.append(declaration_of(p, source))
-    defaults = {d.name: d.default for d in declared if isinstance(d, HyperDecl)}
-    taken = tuple(d.name for d in declared if isinstance(d, (StateDecl, HostStateDecl)))
-    inputs = [d for d in declared if isinstance(d, StateDecl) and d.trait == INPUT]
-    declared += [HostStateDecl(fed_name(d.name), 0.0, loc=d.loc) for d in inputs]
+    takes_step, signature = _schema(function, source)
+    defaults = {d.name: d.default for d in signature.hypers}
     spec = Spec(
         name=source.name,
         class_name=name or camel(source.name),
@@ -153,23 +138,36 @@ def _spec(
         cite=cite,
         like=like,
         loc=source.head,
-        hypers=tuple(d for d in declared if isinstance(d, HyperDecl)),
-        flags=tuple(usual(d, defaults) if d.limits else d for d in declared if isinstance(d, FlagDecl)),
-        states=tuple(d for d in declared if isinstance(d, StateDecl)),
-        host_states=tuple(d for d in declared if isinstance(d, HostStateDecl)),
-        takes_step="t" in leaves,
+        hypers=signature.hypers,
+        flags=tuple(usual(d, defaults) if d.limits else d for d in signature.flags),
+        states=signature.states,
+        host_states=signature.host_states,
+        takes_step=takes_step,
         matrix="first" if matrix == "blocks" else matrix,
-        order=("p", *(name for name in taken if name not in {d.name for d in inputs})),
-        taken=taken if inputs else (),
+        order=("p", *signature.order),
         function=function,
         source=source,
         readings=Readings(check.trace, check.check),
-        evaluation=evaluation_of(evaluate, declared) if evaluate is not None else None,
+        evaluation=evaluation_of(evaluate, signature) if evaluate is not None else None,
         blocks=matrix in ("blocks", "heads"),
     )
     check_declarations(spec)
     _check_return(spec)
     return spec
+
+
+def _schema(function: Callable[..., Any], source: SpecSource) -> tuple[bool, Schema]:
+    """Return whether a rule takes the step, and what its signature declares."""
+    parameters = list(inspect.signature(function).parameters.values())
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    leaves = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
+    if leaves not in (["p", "g"], ["p", "g", "t"]):
+        more = {"hint": _NO_TENSORS} if leaves[:2] == ["p", "g"] else {}
+        raise UserError("E114", loc=source.head, got=", ".join(leaves) or "none", **more)
+    if "t" in source.parameters and "t" not in leaves:
+        hint = f"def {source.name}(p, g, t, ...) takes the step; a state or hyper-parameter is called otherwise"
+        raise UserError("E115", loc=source.parameters["t"], name="t", why="it is the number of the step", hint=hint)
+    return "t" in leaves, schema([declaration_of(p, source) for p in parameters if p.name not in LEAVES])
 
 
 def check_declarations(spec: Spec) -> None:
@@ -183,34 +181,30 @@ def check_declarations(spec: Spec) -> None:
         raise UserError("E113", loc=spec.loc, what=what, hint=hint)
     _check_names(spec)
     _check_references(spec)
+    _check_uses(spec)
     _check_defaults(spec)
 
 
-def evaluation_of(function: Callable[..., Any], declared: Iterable[Declaration]) -> Evaluation:
+def evaluation_of(function: Callable[..., Any], declared: Schema) -> Evaluation:
     """The function of the weights to evaluate with; E127 where it takes or reads what generated code does not have,
     and what reading it on values raises, as of a rule."""
     source = SpecSource(function)
-    declared = list(declared)
-    states = {d.name for d in declared if isinstance(d, StateDecl) and d.space == spaces.elem}
-    scalars = {d.name for d in declared if isinstance(d, HostStateDecl)}
-    hypers = {d.name: d for d in declared if isinstance(d, HyperDecl)}
-    parameters = list(inspect.signature(function).parameters.values())
-    first, rest = parameters[0] if parameters else None, parameters[1:]
-    given = [x.name for x in rest if x.kind is not x.KEYWORD_ONLY]
-    options = [x.name for x in rest if x.kind is x.KEYWORD_ONLY]
-    why = ""
-    if first is None or first.name != "p":
-        why = f"its first parameter is p, got {first.name if first else 'none'}"
-    elif not set(given) <= states | scalars:
-        extra = ", ".join(sorted(set(given) - states - scalars))
-        why = f"before the `*` it takes element-wise states and scalars, got {extra}"
-    elif not set(options) <= set(hypers):
-        why = f"after the `*` it takes hyper-parameters, got {', '.join(sorted(set(options) - set(hypers)))}"
-    elif source.free_names():
-        why = f"it reads {', '.join(source.free_names())}, which generated code does not have"
-    if why:
-        raise UserError("E127", loc=source.head, name=source.name, why=why)
-    check_weights(function, source, {name: name in states for name in given}, [hypers[name] for name in options])
+    states = {d.name: True for d in declared.states if d.space == spaces.elem}
+    states |= {d.name: False for d in declared.host_states}
+    hypers = {d.name: d for d in declared.hypers}
+    parameters = inspect.signature(function).parameters
+    options = [name for name, x in parameters.items() if x.kind is x.KEYWORD_ONLY]
+    given = [name for name in parameters if name not in options]
+    first = given.pop(0) if given else "none"
+    for wrong, why in (
+        ([first] if first != "p" else [], "its first parameter is p, got {}"),
+        (sorted({*given} - states.keys()), "before the `*` it takes element-wise states and scalars, got {}"),
+        (sorted({*options} - hypers.keys()), "after the `*` it takes hyper-parameters, got {}"),
+        (source.free_names(), "it reads {}, which generated code does not have"),
+    ):
+        if wrong:
+            raise UserError("E127", loc=source.head, name=source.name, why=why.format(", ".join(wrong)))
+    check_weights(function, source, {name: states[name] for name in given}, [hypers[name] for name in options])
     return Evaluation(tuple(given), tuple(options), source.text(), function)
 
 
@@ -264,101 +258,124 @@ def _parts(name: str, decl: HyperDecl, source: SpecSource) -> tuple[str, ...]:
 
 def _check_names(spec: Spec) -> None:
     """Every name of the schema is its own, and none is one that generated code needs."""
-    seen: dict[str, Loc | None] = {}
-    named = [(s.name, s.loc) for s in spec.kept] + [(f.name, f.loc) for f in spec.flags]
+    named = [(d.name, d.loc) for d in (*spec.kept, *spec.flags)]
     for h in spec.hypers:
         places = dict(spec.source.unpacked(h.name) or ())
         named += [(h.name, h.loc)] + [(part, places.get(part, h.loc)) for part in h.parts if part != h.name]
-    tensors = {s.name for s in spec.states}  # whose variables get an underscore where they have to
+    tensors, seen = {s.name for s in spec.states}, dict[str, Loc | None]()
     for name, loc in named:
-        if name in RESERVED or (name in VARIABLES | CALLED and name not in tensors):
-            free = unique(name, {*RESERVED, *VARIABLES, *CALLED, *(taken for taken, _ in named)})
-            hint = f"take another one, such as `{free}`"
-            raise UserError("E115", loc=loc, name=name, why="generated code needs this name", hint=hint)
-        if name in tensors and name.startswith(("in_", "out_")):
-            why = "generated code puts in_ and out_ before the names of states"
-            hint = f"take another one, such as `{name.partition('_')[2]}`"
-            raise UserError("E115", loc=loc, name=name, why=why, hint=hint)
-        if re.fullmatch(rf"{DRAW}\d+", name):
-            why = "random numbers of elements have this name in generated code"
-            raise UserError("E115", loc=loc, name=name, why=why, hint=f"take another one, such as `own_{name}`")
-        if not is_name(name):
-            plain = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
-            hint = f"for instance `{plain}`" if is_name(plain) else "for instance `exp_avg`"
-            why = "names are made of letters, digits and single underscores between them"
-            raise UserError("E115", loc=loc, name=name, why=why, hint=hint)
-        if name in seen:
+        why, hint = _unusable(name, name in tensors, [other for other, _ in named])
+        if not why and name in seen:
             both = [place for place in (loc, seen[name]) if place]
             hint = "call one of the two otherwise"
             raise UserError("E115", loc=both, name=name, why="it already names something else", hint=hint)
+        if why:
+            raise UserError("E115", loc=loc, name=name, why=why, hint=hint)
         seen[name] = loc
 
 
-def _refuse_unknown(d: Declaration, option: str, name: str, known: Iterable[str], kind: str,
-                    listed: str, *more: str) -> None:  # fmt: skip
-    """Raise UserError E110 unless what an option of a declaration names is `known`, or one of `more`."""
-    if name not in (*known, *more):
-        called: dict[type, str] = {FlagDecl: "flag", HyperDecl: "hyper-parameter"}
-        what = f"{called.get(type(d), 'state')} `{d.name}`"
-        note = f"{listed} of this spec: {', '.join(sorted(known)) or 'none'}"
-        hint = did_you_mean(name, [*known, *more])
-        if option == "rank" and hint.startswith("known"):
-            hint = f"write {name}=hyper(128, ge=1, whole=True) after the `*`"
-        value = getattr(d, option)
-        raise UserError("E110", loc=d.loc, what=what, option=option, value=value, kind=kind, note=note, hint=hint)
+def _unusable(name: str, is_tensor: bool, others: Sequence[str]) -> tuple[str, str]:
+    """Return why a name cannot be used, and a hint; empty where it can.  Tensors get an underscore in generated code
+    where one of its own variables has the name."""
+    if name in RESERVED or (name in VARIABLES | CALLED and not is_tensor):
+        free = unique(name, {*RESERVED, *VARIABLES, *CALLED, *others})
+        return "generated code needs this name", f"take another one, such as `{free}`"
+    if is_tensor and name.startswith(("in_", "out_")):
+        hint = f"take another one, such as `{name.partition('_')[2]}`"
+        return "generated code puts in_ and out_ before the names of states", hint
+    if re.fullmatch(rf"{DRAW}\d+", name):
+        return "random numbers of elements have this name in generated code", f"take another one, such as `own_{name}`"
+    if not is_name(name):
+        plain = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
+        hint = f"for instance `{plain}`" if is_name(plain) else "for instance `exp_avg`"
+        return "names are made of letters, digits and single underscores between them", hint
+    return "", ""
+
+
+_REFERENCES: dict[type, dict[str, str]] = {
+    StateDecl: {"when": "flag", "rank": _NUMBER, "init": _NUMBER, "normalized_by": "nonneg state"},
+    HostStateDecl: {"when": "flag"},
+    FlagDecl: {**dict.fromkeys(("nonzero", "every", "needs", "excludes"), _NUMBER), "fed": "input"},
+    HyperDecl: {"lr_if": "flag"},
+}
+"""Option of a declaration -> what it names in quotes."""
+
+
+def _names(d: Declaration, option: str) -> Sequence[str]:
+    """Return the names in an option's text."""
+    text = getattr(d, option)
+    if not isinstance(text, str) or not text:
+        return ()
+    return flags_in(text) if option == "when" else text.split(" and ") if option == "fed" else (text,)
+
+
+def _scalars(spec: Spec) -> set[str]:
+    return {h.name for h in spec.hypers if not isinstance(h.default, (tuple, bool))}
 
 
 def _check_references(spec: Spec) -> None:
     """Check the names in quotes: when=, nonzero=, init=, normalized_by=."""
+    positive = {s.name for s in spec.states if s.nonneg}
     flags = {f.name for f in spec.flags}
-    for d in spec.kept:
-        for word in flags_in(d.when):
-            _refuse_unknown(d, "when", word, flags, "flag", "flags")
-    scalars = {h.name for h in spec.hypers if not isinstance(h.default, (tuple, bool))}
-    of_scalars = (scalars, "hyper-parameter", "numbers among the hyper-parameters")
-    for f in spec.flags:
-        for option in ("nonzero", "every", "needs", "excludes"):
-            if getattr(f, option) is not None:
-                _refuse_unknown(f, option, getattr(f, option), *of_scalars)
-        if f.fed is not None:
-            for name in f.inputs:
-                _refuse_unknown(f, "fed", name, spec.inputs, "input", "inputs")
+    known = {"flag": flags, _NUMBER: _scalars(spec), "input": set(spec.inputs), "nonneg state": positive}
+    for d in (*spec.kept, *spec.flags, *spec.hypers):
+        for option, kind in _REFERENCES[type(d)].items():
+            for name in _names(d, option):
+                _refuse_unknown(spec, d, option, name, kind, known[kind])
+
+
+def _check_uses(spec: Spec) -> None:
+    """Check that what is named in quotes is of the kind that it has to be."""
+    hypers, states = {h.name: h for h in spec.hypers}, {s.name: s for s in spec.states}
     for h in spec.hypers:
-        if h.scheduled and ("lr" not in scalars or h.name not in scalars - {"lr"}):
+        if h.scheduled and len({h.name, "lr"} & _scalars(spec)) < 2:
             what = f"`{h.name}` is scheduled: a number beside `lr`, with which it rises and falls"
             raise UserError("E113", loc=h.loc, what=what, hint="lr=hyper(1e-3, ge=0) has to be there")
-        if h.lr_if:
-            switches = {f.name for f in spec.flags if not f.derived}
-            _refuse_unknown(h, "lr_if", h.lr_if, switches if h.scheduled else (), "flag", "flags that are arguments")
-    changing = {f.name for f in spec.flags if f.clock is not None}
+    clocks = {f.name for f in spec.flags if f.clock is not None}
     for d in spec.kept:
-        for word in flags_in(d.when):
-            if word in changing:
-                raise UserError("E126", loc=d.loc, name=d.name, flag=word)
-    roots = {s.name: s for s in spec.states if s.nonneg}
+        for word in clocks.intersection(flags_in(d.when)):
+            raise UserError("E126", loc=d.loc, name=d.name, flag=word)
     for s in spec.states:
-        if isinstance(s.rank, str) and s.rank:
-            ranks = [x.rank for x in spec.states]
-            _refuse_unknown(s, "rank", s.rank, *of_scalars)
-            if not spec.hyper(s.rank).whole or spec.hyper(s.rank).interval[0] < 1 or len({*ranks} - {''}) > 1:
-                what = f"`{s.rank}`, the rank of state `{s.name}`, is a whole number from 1 on, and one for all states"
-                raise UserError("E113", loc=s.loc, what=what, hint=f"{s.rank}=hyper(128, ge=1, whole=True)")
-        if isinstance(s.init, str):
-            if s.space.name in spaces.MATRICES:
-                continue  # the identity
-            _refuse_unknown(s, "init", s.init, *of_scalars, "param")
-            if s.nonneg and spec.hyper(s.init).interval[0] < 0:
-                what = f"state `{s.name}` is declared nonneg, and `{s.init}`, at which it starts, may be below 0"
-                raise UserError("E113", loc=s.loc, what=what, hint=f"{s.init}=hyper(..., ge=0)")
-    for s in spec.states:
-        if s.normalized_by is None:
-            continue
-        _refuse_unknown(s, "normalized_by", s.normalized_by, roots, "nonneg state", "nonneg states")
-        root = roots[s.normalized_by]
-        late = s.init not in (0, "param") and root.init == 0
-        if s.nonneg or late or root.space != s.space:
-            places = [loc for loc in (s.loc, root.loc) if loc]
-            raise UserError("E119", loc=places, name=s.name, root=root.name)
+        _check_state(s, hypers, states)
+
+
+def _refuse_unknown(spec: Spec, d: Declaration, option: str, name: str, kind: str, known: set[str]) -> None:
+    """Raise UserError E110 unless what an option of a declaration names is known."""
+    words, listed = [], f"{kind}s"
+    if isinstance(d, HyperDecl):
+        known = {f.name for f in spec.flags if not f.derived and d.scheduled}
+        listed = "flags that are arguments"
+    elif kind == _NUMBER:
+        listed = f"numbers among the {kind}s"
+    if option == "init" and isinstance(d, StateDecl):
+        words = ["identity" if d.space.name in spaces.MATRICES else "param"]
+    if name in (*known, *words):
+        return
+    what = f"{'flag' if isinstance(d, FlagDecl) else _NUMBER if isinstance(d, HyperDecl) else 'state'} `{d.name}`"
+    note = f"{listed} of this spec: {', '.join(sorted(known)) or 'none'}"
+    hint = did_you_mean(name, [*known, *words])
+    if option == "rank" and hint.startswith("known"):
+        hint = f"write {name}=hyper(128, ge=1, whole=True) after the `*`"
+    value = getattr(d, option)
+    raise UserError("E110", loc=d.loc, what=what, option=option, value=value, kind=kind, note=note, hint=hint)
+
+
+def _check_state(s: StateDecl, hypers: Mapping[str, HyperDecl], states: Mapping[str, StateDecl]) -> None:
+    """Check that what a state's rank=, init= and normalized_by= name is of the kind that it has to be."""
+    rank, start, root = hypers.get(str(s.rank)), hypers.get(str(s.init)), states.get(s.normalized_by or "")
+    if rank and not (rank.whole and rank.interval[0] >= 1 and {x.rank for x in states.values()} <= {"", s.rank}):
+        what = f"`{s.rank}`, the rank of state `{s.name}`, is a whole number from 1 on, and one for all states"
+        raise UserError("E113", loc=s.loc, what=what, hint=f"{s.rank}=hyper(128, ge=1, whole=True)")
+    if start and s.nonneg and start.interval[0] < 0:
+        what = f"state `{s.name}` is declared nonneg, and `{s.init}`, at which it starts, may be below 0"
+        raise UserError("E113", loc=s.loc, what=what, hint=f"{s.init}=hyper(..., ge=0)")
+    if root and not _is_quotient(s, root):
+        raise UserError("E119", loc=[loc for loc in (s.loc, root.loc) if loc], name=s.name, root=root.name)
+
+
+def _is_quotient(s: StateDecl, root: StateDecl) -> bool:
+    """Return True if a state may be bounded by the root of another."""
+    return not s.nonneg and root.space == s.space and (s.init in (0, "param") or root.init != 0)
 
 
 def _check_defaults(spec: Spec) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 
 from optgen.ir.node import Node, postorder
 from optgen.lang.spec import Spec, Trace
 from optgen.ops.prims import PRIMS
-from optgen.runtime.records import fed_name
 from optgen.runtime.records.keys import DRAW
 
 PREFIX, POWER, ATOM = 7, 8, 9
@@ -85,23 +84,28 @@ def _expression(root: Node, known: Mapping[int, str]) -> str:
     return text[1:-1] if root.op == "where" else text
 
 
+def _leaf_names(trace: Trace, nodes: Sequence[Node]) -> dict[int, str]:
+    """Return the text of states, scalars and random numbers, by uid."""
+    before = {name: f"{name}[t-1]" for name in {*trace.new} - trace.inputs} | {"step": "t"}
+    before |= {name: f"uniform({name.removeprefix(DRAW)})" for name in trace.draws}
+    known = {n.uid: before.get(str(n.attr), str(n.attr)) for n in nodes if n.op in ("load", "sym")}
+    for node in nodes:
+        if node.op == "mul" and node.args[1].op == "erfinv" and (drawn := NORMAL.fullmatch(_expression(node, known))):
+            known[node.uid] = f"normal({drawn[1]})"
+    return known
+
+
 def _lines(trace: Trace) -> Iterator[str]:
     """Yield each line of a rule.
 
     A value that an author's function returns unnamed is inlined, but one that recurs and is LONG is x1, x2, ...
     """
-    names, kept = _let_names(trace), trace.new
-    nodes = [*(let.node for let in trace.lets), *kept.values()]
-    fed = {x for name in kept if fed_name(name) in kept for x in (name, fed_name(name))}  # inputs are the runtime's
-    before = {name: f"{name}[t-1]" for name in {*kept} - fed} | {"step": "t"}
-    before |= {name: f"uniform({name.removeprefix(DRAW)})" for name in trace.draws}
-    known = {n.uid: before.get(str(n.attr), str(n.attr)) for n in postorder(nodes) if n.op in ("load", "sym")}
-    for node in postorder(nodes):
-        if node.op == "mul" and node.args[1].op == "erfinv" and (drawn := NORMAL.fullmatch(_expression(node, known))):
-            known[node.uid] = f"normal({drawn[1]})"
-    users = Counter(a.uid for node in postorder(nodes) for a in node.args)
+    names = _let_names(trace)
+    nodes = postorder([*(let.node for let in trace.lets), *trace.new.values()])
+    known = _leaf_names(trace, nodes)
+    users = Counter(a.uid for node in nodes for a in node.args)
     fresh = (name for name in map("x{}".format, count(1)) if name not in {*names, *known.values()})
-    rest = [(f"{name}[t]", node) for name, node in kept.items() if f"{name}[t]" not in names and name not in fed]
+    rest = [(f"{x}[t]", node) for x, node in trace.new.items() if x not in trace.inputs and f"{x}[t]" not in names]
     for name, root in [*zip(names, (let.node for let in trace.lets), strict=True), *rest]:
         for node in postorder([root]):
             shared = users[node.uid] > 1 and node.uid not in known and node is not root

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
+from optgen.lang.matrices import bjorck, finite, orthogonal_iteration, sorting
 from optgen.lang.reductions import amax, columns, dot, elements, norm, row_sum
 from optgen.lang.values import Num, maximum, sign, sqrt, where
 
@@ -69,6 +70,24 @@ def heavy_ball(buffer: Num, g: Num, t: Num, momentum: Num, dampening: Num) -> Nu
     decay = where(t > 1, momentum, 0.0)
     gain = where(t > 1, 1 - dampening, 1.0)
     return decay * buffer + gain * g
+
+
+def rotated(factor: Num, basis: Num, turn: Num) -> tuple[Num, Num]:
+    """(factor, basis) of a side of a matrix after a change of its basis, which stays orthogonal: roundings add up."""
+    return turn.T @ factor @ turn, bjorck(basis @ turn)
+
+
+def renewed(factor: Num, basis: Num, known: Num) -> tuple[Num, Num, Num, Num]:
+    """(order, turn, factor, basis) of a side of a matrix whose basis is brought nearer to the factor's eigenvectors.
+
+    turn   the change of the basis; a factor that is not finite is forgotten, and turns nothing
+    order  the permutation that sorts the directions, which is the change without the iteration
+    known  a condition: where it does not hold, the basis is the eigenvectors themselves
+    """
+    factor = finite(factor)
+    order = sorting(factor)
+    turn = finite(orthogonal_iteration(factor, order, known), order)
+    return (order, turn, *rotated(factor, basis, turn))
 
 
 def without_radial(u: Num, p: Num, g: Num, delta: Num, eps: Num) -> tuple[Num, Num]:

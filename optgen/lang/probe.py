@@ -11,6 +11,7 @@ and after it a division by 0 or a logarithm of 0 where p and g are far out: exp 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -19,6 +20,7 @@ from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.ir.node import Node, postorder
 from optgen.ir.ranges import Intervals, corrections
+from optgen.lang.declare import StateDecl
 from optgen.lang.spec import Spec, Trace
 from optgen.ops import dtypes, spaces
 from optgen.ops.prims import PRIMS, REDUCTIONS
@@ -153,16 +155,16 @@ def taken(user: Node, operand: Node, x: float) -> float:
 
 def _culprit(run: Run, values: NodeValues, node: Node, i: int) -> tuple[Node, int]:
     """The operation that first made the value at element i not finite: all that it took was finite."""
-    found: tuple[Node, int] | None = (node, i)
-    while found is not None:
-        node, i = found
+    operand: tuple[Node, int] | None = (node, i)
+    while operand is not None:
+        node, i = operand
         if node.op == "where":
             sources = [(node.args[1 if values[node.args[0].uid][i] else 2], i)]
         elif node.op in REDUCTIONS:
             sources = [(node.args[0], j) for j in run.group(node, i)]
         else:
             sources = [(a, i) for a in node.args]
-        found = next(((a, j) for a, j in sources if not math.isfinite(values[a.uid][j])), None)
+        operand = next(((a, j) for a, j in sources if not math.isfinite(values[a.uid][j])), None)
     return node, i
 
 
@@ -221,28 +223,29 @@ def _walked(
     gs: Sequence[float] = G,
 ) -> Iterator[tuple[Run, int, NodeValues]]:
     """Each tensor, and what every node is worth at each of the steps, one after the other."""
-    new = {"p": trace.p, **trace.states}
     roots = list(trace.new.values())
-    grids: list[tuple[Grid, int]] = [(tuple((p, g) for p in ps for g in gs), len(gs))]
-    if any(n.op in REDUCTIONS for n in postorder(roots)):
-        grids += [(((p, g),), 1) for p in ps for g in gs]
-    for grid, columns in grids:
-        run = Run(grid, columns)
+    full = tuple(itertools.product(ps, gs))
+    reduces = any(n.op in REDUCTIONS for n in postorder(roots))
+    for grid in (full, *((one,) for one in full)) if reduces else (full,):
+        run = Run(grid, min(len(gs), len(grid)))
         scalars = _scalars(spec, flags) | {s.name: s.init for s in spec.present_host(flags)}
         kept = {"p": [p for p, _ in grid], "g": [g for _, g in grid]}
         kept |= {name: [(i + 0.5) / run.size for i in range(run.size)] for name in trace.draws}
-        for s in spec.present(flags):
-            if s.init == "param":
-                kept[s.name] = list(kept["p"])
-            elif s.space.name in spaces.MATRICES:
-                kept[s.name] = [1.0] * run.size
-            else:
-                kept[s.name] = [float(scalars[s.init] if isinstance(s.init, str) else s.init)] * run.size
+        kept |= {s.name: _first_values(s, scalars, kept["p"]) for s in spec.present(flags)}
         for step in steps:
             values = run.values(roots, scalars | {"step": float(step)}, kept)
             yield run, step, values
-            kept |= {name: values[node.uid] for name, node in new.items()}
-            scalars |= {name: values[node.uid][0] for name, node in trace.host_states.items()}
+            kept |= {name: values[node.uid] for name, node in trace.new.items()}
+            scalars |= {name: kept[name][0] for name in trace.host_states}
+
+
+def _first_values(state: StateDecl, scalars: Mapping[str, float], p: list[float]) -> list[float]:
+    """The values of a state before the first step, for each element."""
+    if state.init == "param":
+        return list(p)
+    if state.space.name in spaces.MATRICES:
+        return [1.0] * len(p)
+    return [float(scalars[state.init] if isinstance(state.init, str) else state.init)] * len(p)
 
 
 def _corrections(spec: Spec, trace: Trace) -> None:
@@ -279,19 +282,8 @@ def _lost(node: Node, values: NodeValues, i: int) -> float | None:
 
 
 def _judge(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int, far: bool = False) -> None:
-    new = trace.new
-    for node in postorder(new.values()):
-        # Host scalars are plain Python numbers: there an unused branch raises too.
-        if node.space == spaces.host and not math.isfinite(values[node.uid][0]):
-            bad, _ = _culprit(run, values, node, 0)
-            place = _place(spec, trace, bad, list(new.values()))
-            raise UserError("E141", loc=place, value=values[bad.uid][0], step=step)
-    # Before what it makes of others: the root of a negative state is NaN.
-    for s in spec.states:
-        if s.nonneg and s.name in trace.states:
-            for x, (p, g) in zip(values[trace.states[s.name].uid], run.grid, strict=True):
-                if x < 0:
-                    raise UserError("E142", loc=s.loc, name=s.name, value=f"{x:g}", step=step, p=f"{p:g}", g=f"{g:g}")
+    _judge_scalars(spec, trace, run, values, step)
+    _judge_signs(spec, trace, run, values, step)  # first, as the root of a negative state is NaN
     for name, node, i in _not_finite(trace, run, values):
         p, g = run.grid[i]
         bad, j = _culprit(run, values, node, i)
@@ -307,3 +299,21 @@ def _judge(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int, fa
             "E140", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][j], step=step,
             note=f"{where}; it took {took}, and reaches `{name}`", **hint,
         )  # fmt: skip
+
+
+def _judge_scalars(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int) -> None:
+    """Raise UserError E141 for a host scalar that is not finite: a plain Python number, so an unused branch raises."""
+    roots = list(trace.new.values())
+    for node in postorder(roots):
+        if node.space == spaces.host and not math.isfinite(values[node.uid][0]):
+            bad, _ = _culprit(run, values, node, 0)
+            raise UserError("E141", loc=_place(spec, trace, bad, roots), value=values[bad.uid][0], step=step)
+
+
+def _judge_signs(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int) -> None:
+    """Raise UserError E142 for a nonneg state that is negative."""
+    for s in spec.states:
+        if s.nonneg and s.name in trace.states:
+            for x, (p, g) in zip(values[trace.states[s.name].uid], run.grid, strict=True):
+                if x < 0:
+                    raise UserError("E142", loc=s.loc, name=s.name, value=f"{x:g}", step=step, p=f"{p:g}", g=f"{g:g}")

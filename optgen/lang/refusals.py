@@ -73,14 +73,14 @@ def called(loc: Loc) -> tuple[str, str]:
 
 def of_module(loc: Loc, name: str) -> bool:
     """Return True if something is taken from a module of that name at a place: math.pi, np.sqrt(x)."""
-    found = smallest(loc.file, _span(loc), (ast.Attribute,))
-    return isinstance(found, ast.Attribute) and isinstance(found.value, ast.Name) and found.value.id == name
+    attribute = smallest(loc.file, _span(loc), (ast.Attribute,))
+    return isinstance(attribute, ast.Attribute) and isinstance(attribute.value, ast.Name) and attribute.value.id == name
 
 
 def indexed(loc: Loc) -> str:
     """The name in the innermost `name[...]` around a place, or nothing."""
-    found = smallest(loc.file, _span(loc), (ast.Subscript,))
-    return getattr(found.value, "id", "") if isinstance(found, ast.Subscript) else ""
+    subscript = smallest(loc.file, _span(loc), (ast.Subscript,))
+    return getattr(subscript.value, "id", "") if isinstance(subscript, ast.Subscript) else ""
 
 
 def _ours(name: str) -> str:
@@ -94,8 +94,8 @@ def _ours(name: str) -> str:
 def instead_of(name: str) -> str:
     """The hint that names our function for Python's, or says that there is none; "" for unknown names."""
     ours = _ours(name)
-    known = sys.modules["optgen.lang"].__dict__["__all__"]
-    from_lang = any(word in known for word in re.findall(r"(\w+)\(", ours))
+    exported = sys.modules["optgen.lang"].__dict__["__all__"]
+    from_lang = any(word in exported for word in re.findall(r"(\w+)\(", ours))
     return f"use {ours}" + (" from optgen.lang" if from_lang else "") if ours else missing(name)
 
 
@@ -164,11 +164,9 @@ def compared(loc: Loc, mark: str, scalar: str) -> UserError:
 def _is_test(loc: Loc) -> bool:
     """Return True if a statement or an operator of Python's, and no call, asks for the truth of the value at a place.
     """
-    parents = (ast.If, ast.IfExp, ast.While, ast.Assert, ast.BoolOp, ast.UnaryOp)
-    at = smallest(loc.file, _span(loc), parents)
-    asked = at.values if isinstance(at, ast.BoolOp) else [at.operand] if isinstance(at, ast.UnaryOp) else []
-    test = getattr(at, "test", None)
-    return any(span_of(x) == _span(loc) for x in ([test] if test is not None else asked))
+    at = smallest(loc.file, _span(loc), (*_WORDS, ast.BoolOp, ast.UnaryOp))
+    asked = getattr(at, "values", None) or [getattr(at, "operand", None) or getattr(at, "test", None)]
+    return any(x is not None and span_of(x) == _span(loc) for x in asked)
 
 
 def _negated(operand: ast.expr, scalar: str, condition: bool) -> dict[str, str]:
@@ -187,27 +185,29 @@ def truth(loc: Loc, scalar: str = "", condition: bool = True) -> UserError:
     scalar     of which hyper-parameter, or nothing
     condition  whether it is asked of a comparison, not of a number
     """
-    kinds = (ast.If, ast.IfExp, ast.While, ast.Assert, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Call)
-    at: ast.AST | None = smallest(loc.file, _span(loc), kinds)
+    at = smallest(loc.file, _span(loc), (*_WORDS, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Call))
     name, written = called(loc)
     if isinstance(at, ast.Call) and (name in _TRUTH or written.startswith(MODULES) or not _is_test(loc)):
         ours = instead_of(name) or _TRUTH.get(name, NO_TENSORS)
         return UserError("E102", loc=loc, what=f"{written}()", hint=ours)
     if isinstance(at, ast.Compare) and len(at.ops) > 1:
-        hint = "write (low < x) & (x < high)"
-        return UserError("E101", loc=loc, what="a < b < c", hint=hint)
+        return UserError("E101", loc=loc, what="a < b < c", hint="write (low < x) & (x < high)")
     # A plain comparison or call is what is asked, not who asks.
-    at = smallest(loc.file, _span(loc), kinds[:6])
+    return _asked_by(loc, scalar, condition)
+
+
+def _asked_by(loc: Loc, scalar: str, condition: bool) -> UserError:
+    """Return the error for the truth that the innermost statement or operator around a place asks for."""
+    at = smallest(loc.file, _span(loc), (*_WORDS, ast.BoolOp, ast.UnaryOp))
     if isinstance(at, ast.BoolOp):
         word, mark = ("and", "&") if isinstance(at.op, ast.And) else ("or", "|")
         return UserError("E101", loc=loc, what=word, hint=f"write (a) {mark} (b)")
-    if isinstance(at, ast.UnaryOp) and isinstance(at.op, ast.Not):
-        return UserError("E101", loc=loc, what="not", **_negated(at.operand, scalar, condition))
+    test = at if isinstance(at, ast.UnaryOp) else getattr(at, "test", None)
+    denied = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    more = _switch(scalar)
     if isinstance(at, ast.Assert):
-        name = scalar or "lr"
-        drop = f"drop it; what a hyper-parameter may be is its range: {name}=hyper(..., gt=0)"
-        return UserError("E101", loc=loc, what="assert", hint=drop)
-    test, more = getattr(at, "test", None), _switch(scalar)
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        more = {"hint": f"drop it; what a hyper-parameter may be is its range: {scalar or 'lr'}=hyper(..., gt=0)"}
+    elif isinstance(test, ast.UnaryOp) and denied:
         more = _negated(test.operand, scalar, condition)
-    return UserError("E101", loc=loc, what=_WORDS.get(type(at), "if"), **more)
+    what = "not" if test is at and denied else _WORDS.get(type(at), "if")
+    return UserError("E101", loc=loc, what=what, **more)

@@ -122,13 +122,13 @@ class SpecSource:
         self.code: CodeType = function.__code__
         self.file = self.code.co_filename
         self.name = function.__name__
-        found = self._find()
-        if found is None:
+        node = self._find()
+        if node is None:
             with contextlib.suppress(OSError):  # a module that a spec's file imports was not looked at before
                 check_encoding(self.file, Path(self.file).read_bytes())
             hint = {"hint": "a spec is a `def` of its own"} if self.name == "<lambda>" else {}
             raise UserError("E132", loc=of_code(self.code), name=self.name, **hint)
-        self.node: ast.FunctionDef = found
+        self.node: ast.FunctionDef = node
         self.globals: dict[str, Any] = function.__globals__
 
     def _find(self) -> ast.FunctionDef | None:
@@ -173,10 +173,10 @@ class SpecSource:
         default = next((d for arg, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if arg.arg == name), None)
         if not isinstance(default, ast.Call) or not default.args or not isinstance(default.args[0], ast.Lambda):
             return None
-        found = default.args[0]
-        own = {x.arg for x in found.args.args}
-        free = {n.id for n in ast.walk(found) if isinstance(n, ast.Name)} - own
-        return ast.unparse(found) if free <= set(dir(builtins)) else None
+        function = default.args[0]
+        arguments = {x.arg for x in function.args.args}
+        free = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)} - arguments
+        return ast.unparse(function) if free <= set(dir(builtins)) else None
 
     def free_names(self) -> list[str]:
         """Return the names that the function reads but neither binds nor finds among the builtins."""
@@ -200,8 +200,8 @@ class SpecSource:
     def body(self) -> tuple[str, ...]:
         """The lines of the function as the author wrote them, without its head and docstring, from column 0."""
         head = self.node.body[0]
-        said = isinstance(head, ast.Expr) and isinstance(head.value, ast.Constant)
-        first, last = span_of(head)[2] + 1 if said else head.lineno, span_of(self.node)[2]
+        documented = isinstance(head, ast.Expr) and isinstance(head.value, ast.Constant)
+        first, last = span_of(head)[2] + 1 if documented else head.lineno, span_of(self.node)[2]
         rows = [linecache.getline(self.file, k) for k in range(first, last + 1)]
         return tuple(textwrap.dedent("".join(rows)).strip("\n").split("\n"))
 

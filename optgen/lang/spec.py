@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -13,7 +13,7 @@ from optgen.base.errors import UserError, did_you_mean, insisted
 from optgen.base.loc import Loc
 from optgen.ir.node import Node, loads, postorder
 from optgen.ir.program import Let
-from optgen.lang.declare import INPUT, FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
+from optgen.lang.declare import INPUT, Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
 from optgen.lang.draws import DRAWN, KEYS
 from optgen.lang.source import SpecSource
 from optgen.lang.values import Absent, floor
@@ -47,11 +47,16 @@ class Trace:
         """The new values by name: "p", the states, the host states."""
         return {"p": self.p, **self.states, **self.host_states}
 
+    @property
+    def inputs(self) -> set[str]:
+        """The names of inputs and of the host states that say if they were fed."""
+        return {x for name in self.new for x in (name, fed_name(name)) if fed_name(name) in self.new}
+
     @cached_property
     def draws(self) -> tuple[str, ...]:
         """The names of the random numbers of elements that are drawn."""
-        found = (name for name in loads((*self.new.values(), *(s[0] for s in self.sums))) if name.startswith(DRAW))
-        return tuple(sorted(dict.fromkeys(found), key=lambda name: (len(name), name)))
+        names = (name for name in loads((*self.new.values(), *(s[0] for s in self.sums))) if name.startswith(DRAW))
+        return tuple(sorted(dict.fromkeys(names), key=lambda name: (len(name), name)))
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -145,7 +150,6 @@ class Spec:
     source: SpecSource
     readings: Readings
     evaluation: Evaluation | None = None
-    taken: tuple[str, ...] = ()  # of a rule with inputs: the states, host states and inputs of the signature
     blocks: bool = False  # whether rows are blocks of consecutive rows, as many as its user says of a parameter
     ascent: Spec | None = None  # the rule of a first step, which moves the weights before the gradient is taken again
     ascends: Mapping[str, str] = field(default_factory=dict)  # the ascent's options, and as what this rule has them
@@ -219,6 +223,10 @@ class Spec:
         """The host states that exist under these flags."""
         return tuple(s for s in self.host_states if self.holds(s.when, flags))
 
+    def absent(self, flags: Mapping[str, bool]) -> dict[str, Absent]:
+        """What stands for the states that do not exist under these flags."""
+        return {s.name: Absent(s.name, s.when) for s in self.kept if s.when and not self.holds(s.when, flags)}
+
     @staticmethod
     def holds(when: str | None, flags: Mapping[str, bool]) -> bool:
         wanted = conditions(when)
@@ -248,32 +256,32 @@ class Spec:
 
     def trace(self, flags: Mapping[str, bool] | None = None) -> Trace:
         """The rule as IR under these flags (the rest by default), checked; the same object every time."""
-        given = dict(flags or {})
-        self._known(given, {f.name for f in self.flags}, "flag")
-        setting = {f.name: given.get(f.name, f.default) for f in self.flags}
+        settings = dict(flags or {})
+        self._refuse_unknown(settings, self.flags, "flag")
+        setting = {f.name: settings.get(f.name, f.default) for f in self.flags}
         return self.readings.trace(self, tuple(setting.items()))
 
     def unchanged(self, flags: Mapping[str, bool]) -> frozenset[str]:
         """The states that a step under these flags gives back as it found them."""
-        given = self.trace(flags).states
-        return frozenset(name for name, node in given.items() if node.op == "load" and node.attr == name)
+        states = self.trace(flags).states
+        return frozenset(name for name, node in states.items() if node.op == "load" and node.attr == name)
 
     def at_steps(self, flags: Mapping[str, bool]) -> Iterator[dict[str, bool]]:
         """These flags (the rest by default), first as they are, then with every other setting of those that follow
         steps; flags of one hyper-parameter change together."""
         setting = {f.name: flags.get(f.name, f.default) for f in self.flags}
         yield setting
-        given = {f.clock: setting[f.name] for f in self.flags if f.clock}
-        for values in itertools.product(*((on, not on) for on in given.values())):
-            on = dict(zip(given, values, strict=True))
-            found = {**setting, **{f.name: on[f.clock] for f in self.flags if f.clock}}
-            if found != setting:
-                yield found
+        clocks = {f.clock: setting[f.name] for f in self.flags if f.clock}
+        for values in itertools.product(*((on, not on) for on in clocks.values())):
+            on = dict(zip(clocks, values, strict=True))
+            other = {**setting, **{f.name: on[f.clock] for f in self.flags if f.clock}}
+            if other != setting:
+                yield other
 
     def moving(self, flags: Mapping[str, bool], state: str) -> dict[str, bool]:
         """These flags (the rest by default), those that follow steps set so that the state changes, if it ever does."""
         settings = list(self.at_steps(flags))
-        return next((found for found in settings if state not in self.unchanged(found)), settings[0])
+        return next((setting for setting in settings if state not in self.unchanged(setting)), settings[0])
 
     def check(self) -> None:
         """Raise UserError for anything wrong with the spec, under every flag setting."""
@@ -294,30 +302,33 @@ class Spec:
         have a last dimension of 1, col states a last but one (of the view as a matrix, where p has one that is the
         first dimension against the rest).  States not given start from their init.
         """
-        arguments = {h.name for h in self.hypers} | {f.name for f in self.flags}
-        self._known(hypers_and_flags, arguments, "hyper-parameter or flag")
-        self._known(states or {}, {s.name for s in self.states}, "state")
-        self._known(host_states or {}, {s.name for s in self.host_states}, "host state")
-        shape = tuple(p.shape) if hasattr(p, "shape") else None
-        flags = self.flag_values({**(host_states or {}), **hypers_and_flags}, shape, t)
-        matrix = self.matrix if self.matrix != "heads" or shape is None else by_shape(shape)
-        if matrix == "first" and shape is not None and len(shape) > 2:
-            flat = (shape[0], math.prod(shape[1:]))
-            elements = {s.name for s in self.states if s.space == spaces.elem}
-            views = {k: v.reshape(flat) if k in elements else v for k, v in (states or {}).items()}
-            options = {**hypers_and_flags, **flags}
-            p, after, host = self.evaluate(p.reshape(flat), g.reshape(flat), t, views, host_states, **options)
-            return p.reshape(shape), {k: v.reshape(shape) if k in elements else v for k, v in after.items()}, host
-        values: dict[str, Any] = dict(flags)
-        for h in self.hypers:
-            values[h.name] = hypers_and_flags.get(h.name, h.default)
-        for s in self.states:
-            given = (states or {}).get(s.name)
-            on = self.holds(s.when, flags)
-            values[s.name] = (start(s, p, values) if given is None else given) if on else Absent(s.name, s.when or "")
-        for hs in self.host_states:
-            on = self.holds(hs.when, flags)
-            values[hs.name] = (host_states or {}).get(hs.name, hs.init) if on else Absent(hs.name, hs.when or "")
+        states, host_states = states or {}, host_states or {}
+        self._refuse_unknown(hypers_and_flags, (*self.hypers, *self.flags), "hyper-parameter or flag")
+        self._refuse_unknown(states, self.states, "state")
+        self._refuse_unknown(host_states, self.host_states, "host state")
+        shape, kept = tuple(getattr(p, "shape", ())), {**states, **host_states}
+        flags = self.flag_values({**host_states, **hypers_and_flags}, shape if hasattr(p, "shape") else None, t)
+        options = {**self.defaults, **hypers_and_flags, **flags}
+        if len(shape) < 3 or (by_shape(shape) if self.matrix == "heads" else self.matrix) != "first":
+            return self._stepped(p, g, t, kept, options)
+        flat = (shape[0], math.prod(shape[1:]))
+        elements = {s.name for s in self.states if s.space == spaces.elem}
+        kept = {k: v.reshape(flat) if k in elements else v for k, v in kept.items()}
+        p, after, host = self._stepped(p.reshape(flat), g.reshape(flat), t, kept, options)
+        return p.reshape(shape), {k: v.reshape(shape) if k in elements else v for k, v in after.items()}, host
+
+    def _stepped(
+        self, p: Any, g: Any, t: Any, kept: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """`evaluate` of a parameter that is seen as the matrix that it is.
+
+        kept     states and host states by name
+        options  all hyper-parameters and flags
+        """
+        values = {**options, **self.absent(options)}
+        for s in self.kept:
+            if s.name not in values:
+                values[s.name] = start(s, p, values) if kept.get(s.name) is None else kept[s.name]
         # A mean of ones and zeros, for instance, has no other operand to take its precision from.
         precision = PRECISION.set(getattr(p, "dtype", None))
         if getattr(p, "ndim", 0) > 2 and type(p).__module__.startswith("torch"):
@@ -330,30 +341,32 @@ class Spec:
         finally:
             PRECISION.reset(precision)
             DRAWN.reset(drawn)
-        waiting = self.waiting(self.trace(flags)) if self.inputs else ()
-        new |= {fed: values[fed] for fed in waiting}
-        kept, on_host = self.present(flags), self.present_host(flags)
-        states = {s.name: filled(s.space, p, new[s.name], _rank(s, values)) for s in kept}
-        return filled(spaces.elem, p, new["p"]), states, {s.name: new[s.name] for s in on_host}
+        if self.inputs:
+            flags = {f.name: bool(options[f.name]) for f in self.flags}
+            new |= {fed: values[fed] for fed in self.waiting(self.trace(flags))}
+        states = {s.name: filled(s.space, p, new[s.name], _rank(s, values)) for s in self.present(options)}
+        return filled(spaces.elem, p, new["p"]), states, {s.name: new[s.name] for s in self.present_host(options)}
 
     def call(self, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         """Run the author's function on values by parameter name and return what it returned, by name."""
         first = (p, g, t) if self.takes_step else (p, g)
-        kept = {s.name for s in self.kept}
-        positional = [values[name] for name in self.taken or self.order[1:]]
+        fed = {name: fed_name(name) for name in self.inputs}
+        # The author's own function has no parameters for these; that of a wrapper hands them on.
+        hidden = set(fed.values()) if self.function.__code__ is self.source.code else set()
         with insisted():
-            result = self.function(*first, *positional, **{k: v for k, v in values.items() if k not in kept})
+            result = self.function(*first, **{name: x for name, x in values.items() if name not in hidden})
         parts = result if isinstance(result, tuple) else (result,)
         if len(parts) != len(self.order):
             place = self.source.loc(self.source.returns[0][0])
             raise UserError("E122", loc=place, name=self.name, want=len(self.order), got=len(parts))
         new = dict(zip(self.order, parts, strict=True))
-        for name in self.inputs:
-            fed = values[fed_name(name)]
-            new |= {name: values[name], fed_name(name): fed * floor(0.5 * fed)}  # 1 -> 0, 2 stays
+        for name, count in fed.items():
+            new |= {name: values[name], count: values[count] * floor(0.5 * values[count])}  # 1 -> 0, 2 stays
         return new
 
-    def _known(self, given: Mapping[str, Any], known: set[str], kind: str) -> None:
+
+    def _refuse_unknown(self, given: Mapping[str, Any], declared: Sequence[Declaration], kind: str) -> None:
+        known = [d.name for d in declared]
         for name in given:
             if name not in known:
                 hint = did_you_mean(name, known)
@@ -369,22 +382,24 @@ def draw_of(p: Any, t: Any, name: str) -> Any:
 
     seed, stream = KEYS.get()
     index = eager.Blocks(p if point is None else p.lo, 1).index()
-    made = matrices.drawn(index, name, keys.step_key(seed, int(t)), stream)
-    return made.to(p.dtype).as_subclass(type(p)) if point is None else point(made, p.model)
+    numbers = matrices.drawn(index, name, keys.step_key(seed, int(t)), stream)
+    return numbers.to(p.dtype).as_subclass(type(p)) if point is None else point(numbers, p.model)
 
 
 def _rank(state: StateDecl, hypers: Mapping[str, Any]) -> Any:
     return state.rank if isinstance(state.rank, int) else hypers.get(state.rank)
 
 
-def start(state: StateDecl, p: Any, hypers: Mapping[str, Any] | None = None) -> Any:
+def start(state: StateDecl | HostStateDecl, p: Any, hypers: Mapping[str, Any] | None = None) -> Any:
     """A state before the first step, for a parameter p; a plain number where p is no tensor."""
+    if isinstance(state, HostStateDecl):
+        return state.init
     if state.init == "param":
         return p.clone() if hasattr(p, "clone") else p
     rank = _rank(state, hypers or {})
     if state.init == "identity":
-        made = filled(state.space, p, 0.0, rank)
-        return made + made.new_ones(made.shape[-1]).diag() if hasattr(made, "new_ones") else 1.0
+        zeros = filled(state.space, p, 0.0, rank)
+        return zeros + zeros.new_ones(zeros.shape[-1]).diag() if hasattr(zeros, "new_ones") else 1.0
     value = (hypers or {})[state.init] if isinstance(state.init, str) else state.init
     return filled(state.space, p, value, rank)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 from sympy.core.function import AppliedUndef
@@ -56,45 +56,46 @@ def _recurrence(spec: Spec, flags: tuple[tuple[str, bool], ...], state: str) -> 
     if decl.trait == "symmetric":
         new = _unturned(new)
     s = sympy.Symbol(state, real=True)
+    known = _symbols(new, s)
     # Everything per-element varies from step to step; only host scalars may be part of a decay.
-    varying = {state: s}
-    known: dict[Node, sympy.Expr] = {}
-    conditions: dict[sympy.Symbol, Node] = {}
-    moved: set[Node] = set()  # nodes that depend on the state
-    for node in postorder([new]):
-        if node.attr == state if node.op == "load" else not moved.isdisjoint(node.args):
-            moved.add(node)
-        if node.op == "load":
-            known[node] = varying.setdefault(node.attr, sympy.Symbol(node.attr, real=True))
-        elif node.op == "sym":
-            known[node] = sympy.Symbol(node.attr, positive=True)
-        elif node.op in MATRIX_OPS and node.attr != "finite":
-            # An unknown function of the state alone: SymPy would differentiate its operands, for seconds.
-            name = f"_product_{node.uid}"
-            known[node] = sympy.Function(name)(s) if node in moved else varying.setdefault(name, sympy.Symbol(name))
-        elif node.op in ("lt", "le", "eq", "ne") and node.space != spaces.host:
-            # Opaque to SymPy, which takes minutes to put some comparisons into a form that nobody needs.
-            known[node] = sympy.Symbol(f"_condition_{node.uid}")
-            conditions[known[node]] = node
-    others = (set(varying.values()) | set(conditions)) - {s}
+    others = {x for node, x in known.items() if node.op != "sym" and isinstance(x, sympy.Symbol)} - {s}
     try:
         late = _after_first_step(expression(new, known))
         above = {
             mark: expression(node.args[1], known) - expression(node.args[0], known)
-            for mark, node in conditions.items()
+            for node, mark in known.items()
             if node.op in ("lt", "le")
         }
-        return _classify(spec, late, s, others, above)
+        return _classify(_Update(spec, late, s, others, above))
     except Exception:  # SymPy's own, of many kinds: conditions that it cannot decide, comparisons with NaN
         return Recurrence("other")
+
+
+def _symbols(new: Node, s: sympy.Symbol) -> dict[Node, Any]:
+    """Return what stands for the leaves, products and conditions of the new value of the state s."""
+    known: dict[Node, Any] = {}
+    moved: set[Node] = set()  # nodes that depend on the state
+    for node in postorder([new]):
+        if node.attr == s.name if node.op == "load" else not moved.isdisjoint(node.args):
+            moved.add(node)
+        if node.op in ("load", "sym"):
+            known[node] = sympy.Symbol(node.attr, **{"real" if node.op == "load" else "positive": True})
+        elif node.op in MATRIX_OPS and node.attr != "finite":
+            # An unknown function of the state alone: SymPy would differentiate its operands, for seconds.
+            name = f"_product_{node.uid}"
+            known[node] = sympy.Function(name)(s) if node in moved else sympy.Symbol(name)
+        elif node.op in ("lt", "le", "eq", "ne") and node.space != spaces.host:
+            # Opaque to SymPy, which takes minutes to put some comparisons into a form that nobody needs.
+            known[node] = sympy.Symbol(f"_condition_{node.uid}")
+    return known
 
 
 def _unturned(x: Node) -> Node:
     """Return the matrix of which x = q' matrix q is the same in another basis: that moves no eigenvalue."""
     if x.op == "matmul" and x.args[0].op == "matmul":
         (turned, inner), q = x.args[0].args, x.args[1]
-        made = q.args[0] if q.attr == "finite" else q
-        if turned.op == "transpose" and turned.args[0] is q and made.attr in ("orthogonal_iteration", "qr"):
+        turn_of = q.args[0] if q.attr == "finite" else q
+        if turned.op == "transpose" and turned.args[0] is q and turn_of.attr in ("orthogonal_iteration", "qr"):
             return _unturned(inner)
     return _unturned(x.args[0]) if x.attr == "finite" else x
 
@@ -117,67 +118,79 @@ def _after_first_step(expr: sympy.Expr) -> sympy.Expr:
     return expr.replace(lambda e: isinstance(e, sympy.Piecewise), decide)
 
 
-def _classify(
-    spec: Spec,
-    new: sympy.Expr,
-    s: sympy.Symbol,
-    others: set[sympy.Symbol],
-    above: Mapping[sympy.Symbol, sympy.Expr],
-    choices: int = _CHOICES,
-) -> Recurrence:
-    """Return the recurrence of a state `s` that becomes `new`.
+class _Update(NamedTuple):
+    """The new value of a state.
 
-    others  symbols of what varies from step to step, conditions too
-    above   conditions that hold where something is not negative, and what
+    new      SymPy's expression: beta*s + (1 - beta)*g
+    s        the symbol of the state
+    others   symbols of what varies from step to step, conditions too: {g, _condition_17}
+    above    conditions -> what is not negative where they hold: {_condition_17: g - s}
+    choices  how many more conditions may be looked at one by one
     """
-    if not new.has(s):
+
+    spec: Spec
+    new: sympy.Expr
+    s: sympy.Symbol
+    others: set[sympy.Symbol]
+    above: Mapping[sympy.Symbol, sympy.Expr]
+    choices: int = _CHOICES
+
+
+def _classify(update: _Update) -> Recurrence:
+    """Return the recurrence of a state with such an update."""
+    if not update.new.has(update.s):
         return Recurrence("previous")
-    if new == s:
+    if update.new == update.s:
         return Recurrence("constant")
-    new = _extreme(new, above)
-    if isinstance(new, (sympy.Max, sympy.Min)):
-        inside = [a for a in new.args if a.has(s)]
-        rest = [a for a in new.args if not a.has(s)]
-        varies = any(a.free_symbols & others for a in rest)
-        if len(inside) == 1 and not varies:
-            return _classify(spec, inside[0], s, others, above, choices)  # a clip to fixed limits
-        decay = sympy.factor_terms(inside[0] / s)
-        if len(inside) == 1 and not decay.free_symbols & (others | {s}):
-            found = Recurrence("max" if isinstance(new, sympy.Max) else "min", decay)
-            if found.kind == "max" or found.decay_at(spec) == 1:
-                return found
-        return Recurrence("other")
+    update = update._replace(new=_extreme(update.new, update.above))
+    if isinstance(update.new, (sympy.Max, sympy.Min)):
+        return _of_extreme(update)
     # sign() is flat almost everywhere, so its argument does not count.
     signs: dict[sympy.Expr, sympy.Symbol] = {}
-    flat = new.replace(sympy.sign, lambda x: signs.setdefault(x, sympy.Symbol(f"_sign_{len(signs)}", real=True)))
-    others = others | set(signs.values())
-    if not flat.has(s):
+    flat = update.new.replace(sympy.sign, lambda x: signs.setdefault(x, sympy.Symbol(f"_sign_{len(signs)}", real=True)))
+    opaque = any(sums.has(update.s) for sums in flat.atoms(AppliedUndef)) and not flat.has(sympy.Piecewise)
+    if opaque or not flat.has(update.s):
+        return Recurrence("other")  # of opaque ones SymPy would take seconds to find a slope that depends on s
+    return _of_slope(update._replace(new=flat, others=update.others | set(signs.values())))
+
+
+def _of_extreme(update: _Update) -> Recurrence:
+    """Return the recurrence of a state that becomes a maximum or a minimum."""
+    spec, new, s, others, *_ = update
+    inside = [a for a in new.args if a.has(s)]
+    if len(inside) != 1:
         return Recurrence("other")
-    if any(sums.has(s) for sums in flat.atoms(AppliedUndef)) and not flat.has(sympy.Piecewise):
-        return Recurrence("other")  # SymPy would take seconds to find a slope that depends on s
-    derivative = sympy.diff(flat, s)
+    if not any(a.free_symbols & others for a in new.args if not a.has(s)):
+        return _classify(update._replace(new=inside[0]))  # a clip to fixed limits
+    decay = sympy.factor_terms(inside[0] / s)
+    recurrence = Recurrence("max" if isinstance(new, sympy.Max) else "min", decay)
+    free = not decay.free_symbols & (others | {s})
+    return recurrence if free and (recurrence.kind == "max" or recurrence.decay_at(spec) == 1) else Recurrence("other")
+
+
+def _of_slope(update: _Update) -> Recurrence:
+    """Return the recurrence of a state by the derivative of its new value."""
+    spec, new, s, others, _, choices = update
+    derivative = sympy.diff(new, s)
     slope = sympy.factor_terms(derivative)
-    if slope == 0:
-        return Recurrence("previous")
-    if slope == 1:
-        return Recurrence("sum", sympy.Integer(1))
+    if slope in (0, 1):
+        return Recurrence("sum", sympy.Integer(1)) if slope == 1 else Recurrence("previous")
     if slope.free_symbols & (others | {s}):
-        if not slope.has(s) and flat.subs(s, 0) == 0:
+        if not slope.has(s) and new.subs(s, 0) == 0:
             return Recurrence("multiplicative")
-        ways = _ways(flat, derivative, s, others) if choices else []
-        if ways:
-            return _slowest(spec, [_classify(spec, way, s, others, above, choices - 1) for way in ways])
+        if ways := _ways(new, derivative, s, others) if choices else []:
+            return _slowest(spec, [_classify(update._replace(new=way, choices=choices - 1)) for way in ways])
         if slope.has(s):
             return Recurrence("other")
         # The input may depend on the state too (Adadelta's steps); this is its decay without any input.
         slope = sympy.factor_terms(slope.subs({sympy.Symbol(name, real=True): 0 for name in ("g", "p")}))
         if slope.free_symbols & others:
             return Recurrence("other")
-    found = Recurrence("ema", slope)
-    decay = found.decay_at(spec)
+    recurrence = Recurrence("ema", slope)
+    decay = recurrence.decay_at(spec)
     if decay == 1:
         return Recurrence("sum", slope)
-    return found if abs(decay) < 1 else Recurrence("other", slope)
+    return recurrence if abs(decay) < 1 else Recurrence("other", slope)
 
 
 def _extreme(new: sympy.Expr, above: Mapping[sympy.Symbol, sympy.Expr]) -> sympy.Expr:

@@ -63,13 +63,13 @@ def _entries(table: Table, x: Any) -> Any:
 
 
 def _search(x: Any, attr: Table) -> Any:
-    found = torch.searchsorted(_entries(attr, x), x.contiguous(), right=True, out_int32=True)
-    return torch.where(x == x, found, 0)
+    count = torch.searchsorted(_entries(attr, x), x.contiguous(), right=True, out_int32=True)
+    return torch.where(x == x, count, 0)
 
 
 def _dtype(dtype: DType) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype.torch)
-    return found
+    torch_dtype: torch.dtype = getattr(torch, dtype.torch)
+    return torch_dtype
 
 
 _MEANINGS: dict[str, Callable[..., Any]] = {
@@ -101,8 +101,8 @@ def _reduction(name: str) -> Callable[[Any], Any]:
         apply = {"sum": x.sum, "mean": x.mean, "max": x.amax}[kind]
         if dims is None:
             return apply()
-        own = tuple(d for d in dims if -d <= x.dim())  # a vector is one row: its columns are its elements
-        return apply(own, keepdim=True) if own else x
+        reduced = tuple(d for d in dims if -d <= x.dim())  # a vector is one row: its columns are its elements
+        return apply(reduced, keepdim=True) if reduced else x
 
     return reduce
 

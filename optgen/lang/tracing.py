@@ -73,8 +73,8 @@ class Tracer:
         """The running statement's names that are bound to something it made."""
         if self.frame is None or self.statement is None:
             return []
-        found = ((name, self.frame.f_locals.get(name)) for name in self.statement.names)
-        return [(name, v.node) for name, v in found if isinstance(v, Value) and v.node.uid in self.made]
+        values = ((name, self.frame.f_locals.get(name)) for name in self.statement.names)
+        return [(name, v.node) for name, v in values if isinstance(v, Value) and v.node.uid in self.made]
 
     def finish(self) -> None:
         for name, node in self._bound():
@@ -108,20 +108,16 @@ def _read(spec: Spec, flags: Mapping[str, bool], marks: Iterable[int | None] = (
     def value(node: Node) -> Value:
         return Value(node, tracer.record)
 
-    values: dict[str, Any] = dict(flags)
-    for h in spec.hypers:
-        parts = tuple(value(ir.sym(part)) for part in h.parts)
-        values[h.name] = parts if h.divided else parts[0]
-    for s in spec.states:
-        on = spec.holds(s.when, flags)
-        values[s.name] = value(ir.load(s.name, dtypes.f32, s.space)) if on else Absent(s.name, s.when or "")
-    for hs in spec.host_states:
-        values[hs.name] = value(ir.sym(hs.name)) if spec.holds(hs.when, flags) else Absent(hs.name, hs.when or "")
-    p, g = (value(ir.load(name, dtypes.f32, spaces.elem)) for name in ("p", "g"))
-    traced = TRACED.set(True)
-    drawn = DRAWN.set(lambda name: value(ir.load(name, dtypes.f32, spaces.elem)))
+    def load(name: str, space: spaces.Space = spaces.elem) -> Value:
+        return value(ir.load(name, dtypes.f32, space))
+
+    values = {**flags, **_option_values(spec.hypers, value)}
+    values |= {s.name: load(s.name, s.space) for s in spec.states}
+    values |= {s.name: value(ir.sym(s.name)) for s in spec.host_states}
+    values |= spec.absent(flags)
+    traced, drawn = TRACED.set(True), DRAWN.set(load)
     try:
-        new = spec.call(p, g, value(ir.sym("step")), values)
+        new = spec.call(load("p"), load("g"), value(ir.sym("step")), values)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -131,34 +127,43 @@ def _read(spec: Spec, flags: Mapping[str, bool], marks: Iterable[int | None] = (
         DRAWN.reset(drawn)
     tracer.finish()
     places = {name: loc for _, parts in spec.source.returns for name, loc in parts}
-
-    def node_of(name: str, space: spaces.Space) -> Node:
-        got = new[name]
-        if not isinstance(got, Value):
-            raise UserError("E124", loc=places[name], name=name, got=f"{type(got).__name__} {got!r}")
-        if got.node.space != space:
-            both = (space, got.node.space)
-            shapes = [f"a matrix of {spaces.shown(x)}" if spaces.dims(x) else f"{x} values" for x in both]
-            if not spaces.MATRICES.isdisjoint(x.name for x in both):
-                raise UserError("E206", loc=places[name], function=f"`{name}`", want=shapes[0], got=shapes[1])
-            remedy = _REMEDY.get(space.name, "compute it from p, g or the states")
-            raise UserError("E203", loc=places[name], name=name, want=space, got=got.node.space, remedy=remedy)
-        if got.node.dtype is not dtypes.f32:
-            raise UserError("E204", loc=places[name], name=name, got=got.node.dtype)
-        return got.node
-
-    for decl in spec.kept:
-        if not spec.holds(decl.when, flags) and not isinstance(new[decl.name], Absent):
-            raise UserError("E123", loc=places[decl.name], name=decl.name, when=decl.when)
-    made = Trace(
+    for name, given in values.items():
+        if isinstance(given, Absent) and not isinstance(new[name], Absent):
+            raise UserError("E123", loc=places[name], name=name, when=given.when)
+    trace = Trace(
         tuple(tracer.lets),
-        node_of("p", spaces.elem),
-        {s.name: node_of(s.name, s.space) for s in spec.present(flags)},
-        {s.name: node_of(s.name, spaces.host) for s in spec.present_host(flags)},
+        _returned("p", new, spaces.elem, places),
+        {s.name: _returned(s.name, new, s.space, places) for s in spec.present(flags)},
+        {s.name: _returned(s.name, new, spaces.host, places) for s in spec.present_host(flags)},
         tracer.places,
         tuple(tracer.sums),
     )
-    return replace(made, host_states=made.host_states | {fed: ir.sym(fed) for fed in spec.waiting(made)})
+    return replace(trace, host_states=trace.host_states | {fed: ir.sym(fed) for fed in spec.waiting(trace)})
+
+
+def _option_values(hypers: Iterable[HyperDecl], value: Callable[[Node], Value]) -> dict[str, Any]:
+    """Return hyper-parameters as values, by name; a tuple of those of its parts."""
+    options: dict[str, Any] = {}
+    for h in hypers:
+        options[h.name] = tuple(value(ir.sym(part)) for part in h.parts) if h.divided else value(ir.sym(h.name))
+    return options
+
+
+def _returned(name: str, new: Mapping[str, Any], space: spaces.Space, places: Mapping[str | None, Loc]) -> Node:
+    """Return the node of what a rule returned as `name`; raise UserError unless it is one fp32 number per entry."""
+    got = new[name]
+    if not isinstance(got, Value):
+        raise UserError("E124", loc=places[name], name=name, got=f"{type(got).__name__} {got!r}")
+    if got.node.space != space:
+        both = (space, got.node.space)
+        if not spaces.MATRICES.isdisjoint(x.name for x in both):
+            shapes = [f"a matrix of {spaces.shown(x)}" if spaces.dims(x) else f"{x} values" for x in both]
+            raise UserError("E206", loc=places[name], function=f"`{name}`", want=shapes[0], got=shapes[1])
+        remedy = _REMEDY.get(space.name, "compute it from p, g or the states")
+        raise UserError("E203", loc=places[name], name=name, want=space, got=got.node.space, remedy=remedy)
+    if got.node.dtype is not dtypes.f32:
+        raise UserError("E204", loc=places[name], name=name, got=got.node.dtype)
+    return got.node
 
 
 _GOES = "its text goes into the generated class, where torch tensors are put in"
@@ -172,16 +177,11 @@ def check_weights(
 
     states  those that it takes, and if they are of elements, not scalars
     """
-    options: dict[str, Any] = {}
-    for h in hypers:
-        names = h.parts if h.divided else (h.name,)
-        parts = tuple(Value(ir.sym(name)) for name in names)
-        options[h.name] = parts if h.divided else parts[0]
     loads = {"p": True, **states}
     kept = [Value(ir.load(x, dtypes.f32, spaces.elem) if elem else ir.sym(x)) for x, elem in loads.items()]
     try:
         with insisted():
-            made = function(*kept, **options)
+            weights = function(*kept, **_option_values(hypers, Value))
     except UserError as error:
         if error.code in ("E101", "E102"):  # what a rule has instead, generated code does not
             error.note, error.hint = _GOES, _PLAIN
@@ -189,10 +189,10 @@ def check_weights(
     except (Exception, SystemExit) as error:
         raise _of_python(error, source.head, _PLAIN) from error
     why = ""
-    if not isinstance(made, Value):
-        why = f"it returns {type(made).__name__} {made!r}"
-    elif made.node.space != spaces.elem or made.node.dtype is not dtypes.f32:
-        kind = "conditions" if made.node.dtype is not dtypes.f32 else f"a value in space {made.node.space}"
+    if not isinstance(weights, Value):
+        why = f"it returns {type(weights).__name__} {weights!r}"
+    elif weights.node.space != spaces.elem or weights.node.dtype is not dtypes.f32:
+        kind = "conditions" if weights.node.dtype is not dtypes.f32 else f"a value in space {weights.node.space}"
         why = f"it returns {kind}, not one number per element"
     if why:
         raise UserError("E127", loc=source.head, name=source.name, why=why)
@@ -212,19 +212,9 @@ def _of_python(error: BaseException, default: Loc, spec: Spec | str) -> UserErro
 
 def _meant(error: BaseException, place: Loc, spec: Spec) -> str:
     """Return a hint at what to write instead, as far as an error of Python's says it."""
-    if isinstance(error, NameError) and error.name:
-        if error.name in sys.modules["optgen.lang"].__dict__["__all__"]:
-            return f"from optgen.lang import {error.name}"
-        if error.name in ("t", "step") and not spec.takes_step:
-            return f"the step is a parameter of the spec: def {spec.name}(p, g, t, ...)"
-        if (written := called(place)[1]) == error.name or of_module(place, error.name):
-            return _function_meant(error.name, called(place)[0], written)
-        known = [*spec.order, "g", *[h.name for h in spec.hypers], *[f.name for f in spec.flags]]
-        near = did_you_mean(error.name, known)
-        if near.startswith("did you mean"):
-            return near
-        return f"what the caller chooses is declared after the `*` of the signature: {error.name}=hyper(...)"
     name, written = called(place)
+    if isinstance(error, NameError) and error.name:
+        return _name_meant(error.name, place, spec)
     if isinstance(error, IndexError):
         name = indexed(place)
         parts = next((len(h.values) for h in spec.hypers if h.name == name), 0)
@@ -235,21 +225,31 @@ def _meant(error: BaseException, place: Loc, spec: Spec) -> str:
         return ours
     if isinstance(error, AttributeError) and isinstance(error.obj, Value):
         return "values have operators, no methods; functions are those of optgen.lang: 0.9 * m + 0.1 * g, sqrt(m)"
-    if written.startswith(MODULES):
-        return NO_TENSORS
-    return ""
+    return NO_TENSORS if written.startswith(MODULES) else ""
 
 
-def _function_meant(missing: str, name: str, written: str) -> str:
-    """Return a hint at what to write instead of a function, or of a module that something is taken from, which is not
-    there."""
-    if written.split(".")[0] == missing and (ours := instead_of(name)):
-        return ours
-    if written == missing:
-        near = did_you_mean(missing, sys.modules["optgen.lang"].__dict__["__all__"])
-        return near if near.startswith("did you mean") else "define it above, or import it"
-    of_it = written.startswith(MODULES) and written.startswith(f"{missing}.")
-    return NO_TENSORS if of_it else f"import {missing}"
+def _name_meant(name: str, place: Loc, spec: Spec) -> str:
+    """Return a hint at what to write instead of a name that stands for nothing."""
+    ours = sys.modules["optgen.lang"].__dict__["__all__"]
+    function, written = called(place)
+    if name in ours:
+        return f"from optgen.lang import {name}"
+    if name in ("t", "step") and not spec.takes_step:
+        return f"the step is a parameter of the spec: def {spec.name}(p, g, t, ...)"
+    if written.split(".")[0] == name and (meant := instead_of(function)):
+        return meant
+    if of_module(place, name):
+        return NO_TENSORS if written.startswith(MODULES) and written.startswith(f"{name}.") else f"import {name}"
+    is_called = written == name
+    declared = [*spec.order, "g", *(h.name for h in spec.hypers), *(f.name for f in spec.flags)]
+    near = did_you_mean(name, ours if is_called else declared)
+    if near.startswith("did you mean"):
+        return near
+    if is_called:
+        return "define it above, or import it"
+    return f"what the caller chooses is declared after the `*` of the signature: {name}=hyper(...)"
+
+
 
 
 def _raised_at(error: BaseException, default: Loc) -> Loc:

@@ -174,20 +174,8 @@ def _is_zero(x: object) -> bool:
     return isinstance(x, (int, float)) and x == 0
 
 
-class AbsentReader:
-    """The reader of a state that is off: refuses every function of it."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def refuse(*args: Any, **_: Any) -> Any:
-            raise next(a for a in args if isinstance(a, Absent)).refusal()
-
-        return refuse
-
-
 class Absent:
     """A state that is off under the flags of this trace: it may be carried to `return`, never computed with."""
-
-    reader = AbsentReader()
 
     def __init__(self, name: str, when: str) -> None:
         self.name = name
@@ -248,28 +236,33 @@ def _check_numbers(nodes: list[Node]) -> None:
 
 def _check_operands(name: str, nodes: list[Node]) -> None:
     """Raise UserError where an operation does not take such dtypes or spaces."""
-    kinds = [n.dtype for n in nodes]
     row = PRIMS[name]
+    _check_dtypes(row, [n.dtype for n in nodes])
+    _check_matrices(name, nodes)
+    if name == "pow" and nodes[0].space != spaces.host:
+        raise UserError("E202", loc=author_loc(), function=row.spelled, got=nodes[0].space)
+    # Keys of random bits are i32.  Expressions of constants alone are folded by the caller.
+    scalars = all(n.space == spaces.host and not n.dtype.is_int for n in nodes)
+    if not row.host and scalars and any(n.op != "const" for n in nodes):
+        raise UserError("E205", loc=author_loc(), function=row.spelled)
+
+
+def _check_dtypes(row: Prim, kinds: list[DType]) -> None:
+    """Raise UserError E103 where an operation does not take such dtypes."""
     shown = row.spelled
-    tightly = f"`{shown}` binds more tightly than a comparison: (a > 0) {shown} (b > 0)" if len(nodes) == 2 else ""
+    tightly = f"`{shown}` binds more tightly than a comparison: (a > 0) {shown} (b > 0)" if len(kinds) == 2 else ""
+    unconditional = row.name == "where" and kinds[0] is not dtypes.boolean
     mixed = len({k.is_float for k in kinds if k is not dtypes.boolean}) > 1
     for refused, want, hint in (
-        (name == "where" and kinds[0] is not dtypes.boolean, "a condition first", "compare it: where(x > 0, a, b)"),
+        (unconditional, "a condition first", "compare it: where(x > 0, a, b)"),
         (row.arithmetic and dtypes.boolean in kinds, "numbers", "turn a condition into a number: where(c, 1.0, 0.0)"),
         ("c" in row.takes and any(k.is_float for k in kinds), "conditions or integers", tightly),
         ("f" in row.takes and any(k.is_int for k in kinds), "real numbers", ""),
         (mixed, "real numbers or integers, not both", ""),
     ):
         if refused:
-            got = " and ".join(dict.fromkeys(k.name for k in (kinds[:1] if want == "a condition first" else kinds)))
+            got = " and ".join(dict.fromkeys(k.name for k in (kinds[:1] if unconditional else kinds)))
             raise UserError("E103", loc=author_loc(), function=shown, want=want, got=got, hint=hint)
-    _check_matrices(name, nodes)
-    if name == "pow" and nodes[0].space != spaces.host:
-        raise UserError("E202", loc=author_loc(), function=shown, got=nodes[0].space)
-    # Keys of random bits are i32; constants alone are computed by whoever takes them.
-    scalars = all(n.space == spaces.host and not n.dtype.is_int for n in nodes)
-    if not row.host and scalars and any(n.op != "const" for n in nodes):
-        raise UserError("E205", loc=author_loc(), function=shown)
 
 
 _OF_MATRICES = frozenset("add sub mul div neg abs sqrt max min sign where lt le mat_sum mat_max".split())
@@ -278,21 +271,21 @@ _OF_MATRICES = frozenset("add sub mul div neg abs sqrt max min sign where lt le 
 
 def _check_matrices(name: str, nodes: list[Node]) -> None:
     """Raise UserError E206 where the shapes of whole matrices do not fit together."""
-    given = " and ".join(spaces.shown(n.space) for n in nodes)
+    shapes = " and ".join(spaces.shown(n.space) for n in nodes)
     shown = PRIMS[name].spelled
     if name in ("matmul", "zero_product", "transpose"):
         dims = [spaces.dims(n.space) for n in nodes]
         if not all(dims):
-            raise UserError("E206", loc=author_loc(), function=shown, want="matrices", got=given, hint="")
+            raise UserError("E206", loc=author_loc(), function=shown, want="matrices", got=shapes, hint="")
         if len(dims) == 2 and dims[0][1] != dims[1][0]:
             hint = "g @ g.T is (rows, rows), g.T @ g is (columns, columns); elem is (rows, columns)"
-            raise UserError("E206", loc=author_loc(), function=shown, want="(a, b) and (b, c)", got=given, hint=hint)
+            raise UserError("E206", loc=author_loc(), function=shown, want="(a, b) and (b, c)", got=shapes, hint=hint)
     elif any(n.space.name in spaces.MATRICES for n in nodes):
         among = {n.space for n in nodes if n.space.name not in ("host", "model", "tensor", "mat")}
         if len(among) > 1 or name not in _OF_MATRICES:
             want = "matrices of one shape" if len(among) > 1 else "values of elements, not whole matrices"
             hint = "matrices have + - * / @ .T, sqrt, abs, maximum, minimum, sign and where"
-            raise UserError("E206", loc=author_loc(), function=shown, want=want, got=given, hint=hint)
+            raise UserError("E206", loc=author_loc(), function=shown, want=want, got=shapes, hint=hint)
 
 
 def _op(name: str, *args: Num, attr: Any = None) -> Value:
@@ -306,8 +299,8 @@ def _op(name: str, *args: Num, attr: Any = None) -> Value:
     _check_operands(name, nodes)
     _check_numbers(nodes)
     record = next((v.record for v in values if v.record is not None), None)
-    made = ir.op(name, *nodes, attr=attr)
-    return Value(record(made) if record else made, record)
+    node = ir.op(name, *nodes, attr=attr)
+    return Value(record(node) if record else node, record)
 
 
 # -- readers
@@ -370,9 +363,11 @@ def reader_of(*args: Num) -> Any:
     for a in args:
         if isinstance(a, Value):
             return _TRACE
-        own = getattr(type(a), "reader", None)
-        if own is not None:
-            return own
+        if isinstance(a, Absent):
+            raise a.refusal()
+        reader = getattr(type(a), "reader", None)
+        if reader is not None:
+            return reader
         module = type(a).__module__
         if module.startswith("torch"):
             from optgen.lang.tensors import READER
@@ -461,19 +456,24 @@ def _product(x: Num, n: int) -> Num:
         for _ in range(n - 1):
             out = out * x
         return out
-    made: Num = None
+    product: Num = None
     while True:
         if n & 1:
-            made = x if made is None else made * x
+            product = x if product is None else product * x
         n >>= 1
         if not n:
-            return made
+            return product
         x = x * x
 
 
 def clip(x: Num, low: Num, high: Num) -> Num:
     """x limited to [low, high]; NaN stays NaN."""
     return minimum(maximum(x, low), high)
+
+
+def capped(x: Num, size: Num) -> Num:
+    """x, but with a magnitude of `size` at most; an infinity becomes NaN."""
+    return x * minimum(size / abs(x), 1)
 
 
 def square(x: Num) -> Num:

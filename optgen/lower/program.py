@@ -150,7 +150,6 @@ def lower_rule(spec: Spec, flags: Mapping[str, bool]) -> Program:
         stores=tuple(stores),
         hypers=(*(part for h in spec.hypers for part in h.parts), GRAD_SCALE, "step", *(h.name for h in hosts)),
         ranges=hyper_ranges(spec),
-        doc=spec.doc,
         host_states=tuple((h.name, h.init) for h in hosts),
         host_stores=tuple(Let(name, node) for name, node in trace.host_states.items()),
         kept=tuple(KeptValue(name, old[name], new[name]) for name in ("p", *elements)),

@@ -228,9 +228,6 @@ _ROWS = (
 
 PRIMS: dict[str, Prim] = {p.name: p for p in _ROWS}
 
-ON_HOST = frozenset(p.name for p in _ROWS if p.host)
-"""Primitives of host scalars: each has a spelling of its own in Python (backends/host.py), in fp64."""
-
 CALLS = {
     "newton_schulz": 1, "qr": 1, "eigenvectors": 1, "sorting": 1, "inverse_root": 1, "orthogonal_iteration": 2,
     "solve_triangular": 2, "triangle": 1, "identity": 1, "unwide": 2, "singular_vectors": 2, "column_norms": 2,
@@ -258,5 +255,5 @@ def symbol(name: str, sympy: Any) -> Callable[..., Any]:
     meaning = PRIMS[name].symbol if name in PRIMS else ""
     if callable(meaning):
         return lambda *operands: meaning(sympy, *operands)
-    made: Callable[..., Any] = getattr(sympy, meaning) if meaning else sympy.Function(name)
-    return made
+    function: Callable[..., Any] = getattr(sympy, meaning) if meaning else sympy.Function(name)
+    return function

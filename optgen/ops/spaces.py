@@ -36,10 +36,10 @@ class Space:
 
     def __new__(cls, name: str, size: int = 0) -> Space:
         """The one object of that name and size, so that comparing spaces is comparing identities."""
-        made = super().__new__(cls)
-        object.__setattr__(made, "name", name)
-        object.__setattr__(made, "size", size)
-        return _known.setdefault((name, size), made)
+        space = super().__new__(cls)
+        object.__setattr__(space, "name", name)
+        object.__setattr__(space, "size", size)
+        return _known.setdefault((name, size), space)
 
     def __reduce__(self) -> tuple[type[Space], tuple[str, int]]:
         return Space, (self.name, self.size)

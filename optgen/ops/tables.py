@@ -98,9 +98,9 @@ class Book:
 def book(values: tuple[float, ...], bits: int, ties: str, name: str) -> Book:
     """The tables that a codebook of at most 2^bits rising numbers needs."""
     ends = cell_ends(values, ties)
-    found, missing = law(values, ends), (1 << bits) - len(values)
-    entries = Table(name, (*values, *[values[-1]] * missing), found)
-    return Book(entries, Table(f"{name}_ends", (*ends, *[NEVER] * missing), found))
+    lines, missing = law(values, ends), (1 << bits) - len(values)
+    entries = Table(name, (*values, *[values[-1]] * missing), lines)
+    return Book(entries, Table(f"{name}_ends", (*ends, *[NEVER] * missing), lines))
 
 
 known: dict[str, Table] = {}
@@ -171,23 +171,28 @@ def _law(zero: int, entries: Sequence[float], starts: Sequence[float], signed: b
     """Return the law of the entries above `zero`, given where their cells start; `last`: the last entry is treated by
     itself."""
     most = len(entries) - last
-    first = 1 if zero < 0 else 0  # without a 0 the first entry has no lower end
+    first = int(zero < 0)  # without a 0 the first entry has no lower end
     cells = [(start, k + 0.5 + first) for k, start in enumerate(starts[: most - first])]
     if len(cells) < 2:
         return None
-    search = envelope(cells, lambda line, p: abs(line[0] * p[0] + line[1] - p[1]) <= CELL, lowest=True)
+    search = envelope(cells, lambda line, p: _off(line, p) <= CELL, lowest=True)
     numbered = [(float(k), v) for k, v in enumerate(entries[:most], 1)]
-    lookup = envelope(numbered, lambda line, p: abs(line[0] * p[0] + line[1] - p[1]) <= EXACT * p[1], lowest=False)
-    if not search or not lookup or len(search) + len(lookup) > (len(entries) if signed else len(entries) // 2):
+    lookup = envelope(numbered, lambda line, p: _off(line, p) <= EXACT * p[1], lowest=False)
+    if not (search and lookup) or len(search) + len(lookup) > len(entries) // (2 - signed):
         return None
-    if zero >= 0 and any(offset > 0 for _, offset in lookup):
+    if not first and any(offset > 0 for _, offset in lookup):
         return None
     # Between two entries too the place lies on the line through both: all of these, not only enough to touch each.
-    points = [*([(0.0, 0.0)] if zero >= 0 else []), *((v, k) for k, v in numbered)]
-    place = tuple(_runs(points, lambda line, p: abs(line[0] * p[0] + line[1] - p[1]) <= CELL / 2))
+    points = [(0.0, 0.0)] * (not first) + [(v, k) for k, v in numbered]
+    place = tuple(_runs(points, lambda line, p: _off(line, p) <= CELL / 2))
     if any(min(a * x + b for a, b in place) < y - CELL for x, y in points):
         return None  # not concave
     return Law(zero, most, search, lookup, place, starts[-1] if last else None, entries[most - 1], max(entries), signed)
+
+
+def _off(line: StraightLine, point: tuple[float, float]) -> float:
+    """Return how far a point lies above or below a line."""
+    return abs(line[0] * point[0] + line[1] - point[1])
 
 
 def cell_ends(values: Sequence[float], ties: str) -> tuple[float, ...]:
