@@ -327,12 +327,13 @@ def oracle(spec: Spec) -> str:
     head = re.escape(BULLETS.get(spec.name, spec.class_name))
     found = re.search(rf"^- \*\*{head}\*\* (.*?)(?=^- |^\n|^$)", (ROOT / "docs/peers.md").read_text(), re.M | re.S)
     oracles = (ROOT / "tests/oracles.py").read_text()
-    families = re.finditer(r"^(\w+): dict\[str, Oracle\] = {\n(.*?)^}", oracles, re.M | re.S)
-    family = next((m[1] for m in families if f'\n    "{spec.name}": ' in f"\n{m[2]}"), "")
+    families = re.finditer(r"^(\w+)(?:: dict\[str, Oracle\])? = (?:{|table\()\n(.*?)^[})]", oracles, re.M | re.S)
+    listed = re.compile(rf'(?:^    "?|, ){spec.name}(?:=|,|": )', re.M)
+    family = next((m[1] for m in families if listed.search(m[2])), "")
     if found:
         text = " ".join(found[1].split())
     else:
-        row = re.search(rf'^    "{spec.name}": (\w+)(?:\("(\w+)")?', oracles, re.M)
+        row = re.search(rf'^    "?{spec.name}(?:=|": )(\w+)(?:\("(\w+)")?', oracles, re.M)
         packages = {"torch_optim": "torch.optim", "peer": "pytorch_optimizer"}
         peer = f"`{packages[row[1]]}.{row[2]}`" if row and row[1] in packages else spec.like and f"`{spec.like}`"
         text = f"(oracle: {peer or 'the paper, written out in tests/oracles.py'})."

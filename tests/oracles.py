@@ -96,8 +96,8 @@ def package(cls: Any, **fixed: Any) -> Oracle:
 
 
 def named(inner: Oracle, **names: str) -> Oracle:
-    """An oracle by its own names of flags."""
-    return lambda flags, hypers: inner({names.get(k, k): v for k, v in flags.items()}, hypers)
+    """An oracle by its own names of flags and hyper-parameters."""
+    return lambda *given: inner(*({names.get(k, k): v for k, v in x.items()} for x in given))
 
 
 class States(SimpleNamespace):
@@ -114,7 +114,13 @@ def paper(rule: Callable[..., Tensor]) -> Oracle:
         options, states = SimpleNamespace(**flags, **hypers), States()
         return lambda p, g, t, lr: rule(options, states, p, g, t, lr)
 
+    make.__name__ = rule.__name__
     return make
+
+
+def table(*own: Oracle, **others: Oracle) -> dict[str, Oracle]:
+    """Return oracles by the rules that they are of, which functions have as their names."""
+    return {oracle.__name__: oracle for oracle in own} | others
 
 
 def moments(o: Any, s: Any, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,13 +158,11 @@ def adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     """torch.optim.AdamW; torch has no decouple_lr, so there the decay is applied outside."""
     if not flags["decouple_lr"]:
         return torch_optim("AdamW")({"amsgrad": flags["amsgrad"]}, hypers)
-    inner = torch_optim("AdamW")({"amsgrad": flags["amsgrad"]}, hypers | {"weight_decay": 0.0})
-    peak = 0.0
+    inner, s = torch_optim("AdamW")({"amsgrad": flags["amsgrad"]}, hypers | {"weight_decay": 0.0}), States()
 
     def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal peak
-        peak = max(peak, lr)
-        return inner(p * (1 - hypers["weight_decay"] * lr / peak), g, t, lr)
+        s.peak = max(float(s.peak), lr)
+        return inner(p * (1 - hypers["weight_decay"] * lr / s.peak), g, t, lr)
 
     return step
 
@@ -331,10 +335,6 @@ def adamod(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return peer("AdaMod")({}, {k: v for k, v in hypers.items() if k != "beta3"})
 
 
-def adamg(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
-    """pytorch_optimizer's, whose p and q are `numerator` and `exponent` here."""
-    names = {"numerator": "p", "exponent": "q"}
-    return peer("AdamG")({}, {names.get(k, k): v for k, v in hypers.items()})
 
 
 @paper
@@ -672,12 +672,9 @@ def orthograd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     inner = sgd(flags, hypers)
 
     def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        w, flat = p.reshape(-1), g.reshape(-1)
-        tangent = flat - w * (w @ flat) / (w @ w) if p.numel() > 1 else torch.zeros_like(flat)
+        tangent = g - p * (p * g).sum() / (p * p).sum() if p.numel() > 1 else torch.zeros_like(g)
         length = torch.linalg.vector_norm(tangent)
-        if length > 0:
-            tangent = tangent * torch.linalg.vector_norm(g) / length
-        return inner(p, tangent.reshape(g.shape), t, lr)
+        return inner(p, tangent * (torch.linalg.vector_norm(g) / length if length > 0 else 1.0), t, lr)
 
     return step
 
@@ -714,74 +711,41 @@ def adamp(o, s, p, g, t, lr):
     return p * (1 - lr * o.weight_decay * ratio) - lr / (1 - beta1**t) * u
 
 
-ELEMENTWISE: dict[str, Oracle] = {
-    "accsgd": peer("AccSGD"),
-    "acprop": acprop,
-    "adabelief": adabelief,
-    "adabound": adabound,
-    "adadelta": torch_optim("Adadelta"),
-    "adagrad": torch_optim("Adagrad"),
-    "adam": torch_optim("Adam"),
-    "adam_atan2": adam_atan2,
-    "adamax": torch_optim("Adamax"),
-    "adamc": adamc,
-    "adamg": adamg,
-    "adamod": adamod,
-    "adams": adams,
-    "adamw": adamw,
-    "adan": named(peer("Adan"), no_prox="weight_decouple"),
-    "adapnm": adapnm,
-    "adasmooth": peer("AdaSmooth"),
-    "ademamix": ademamix,
-    "adopt": adopt,
-    "agd": agd,
-    "aggmo": peer("AggMo"),
-    "ano": peer("Ano"),
-    "asgd": torch_optim("ASGD"),
-    "bcos": bcos,
-    "diffgrad": diffgrad,
-    "dual_adam": peer("DualAdam"),
-    "eadam": eadam,
-    "exadam": peer("EXAdam"),
-    "focus": focus,
-    "fsgdm": fsgdm,
-    "ftrl": peer("FTRL"),
-    "grams": grams,
-    "grokfast_adamw": at_rate(
+ELEMENTWISE = table(
+    acprop, adabelief, adabound, adam_atan2, adamc, adamod, adams, adamw, adapnm, ademamix, adopt, agd, bcos,
+    diffgrad, eadam, focus, fsgdm, grams, innaprop, laprop, lion_k, msvag, nosadam, padam, qhadam, sadam, sgd, sgdf,
+    sgdw, sgld, signum, simplified_ademamix, srmm, srsgd, vsgd, yogi,
+    accsgd=peer("AccSGD"),
+    adadelta=torch_optim("Adadelta"),
+    adagrad=torch_optim("Adagrad"),
+    adam=torch_optim("Adam"),
+    adamax=torch_optim("Adamax"),
+    adamg=named(peer("AdamG"), numerator="p", exponent="q"),
+    adan=named(peer("Adan"), no_prox="weight_decouple"),
+    adasmooth=peer("AdaSmooth"),
+    aggmo=peer("AggMo"),
+    ano=peer("Ano"),
+    asgd=torch_optim("ASGD"),
+    dual_adam=peer("DualAdam"),
+    exadam=peer("EXAdam"),
+    ftrl=peer("FTRL"),
+    grokfast_adamw=at_rate(
         peer("GrokFastAdamW", normalize_lr=False),
         lambda flags, hypers: 1 / (1 + hypers["grokfast_lamb"]) if flags["normalize_lr"] else 1.0, "normalize_lr",
     ),
-    "innaprop": innaprop,
-    "kate": peer("Kate"),
-    "laprop": laprop,
-    "lion": peer("Lion"),
-    "lion_k": lion_k,
-    "madgrad": named(peer("MADGRAD"), decouple_decay="weight_decouple"),
-    "msvag": msvag,
-    "nadam": torch_optim("NAdam"),
-    "nosadam": nosadam,
-    "padam": padam,
-    "pid": peer("PID"),
-    "pnm": named(peer("PNM"), decoupled="weight_decouple"),
-    "qhadam": qhadam,
-    "qhm": peer("QHM"),
-    "radam": torch_optim("RAdam"),
-    "rmsprop": torch_optim("RMSprop"),
-    "rprop": torch_optim("Rprop"),
-    "sadam": sadam,
-    "sgd": sgd,
-    "sgdf": sgdf,
-    "sgdw": sgdw,
-    "sgld": sgld,
-    "signum": signum,
-    "simplified_ademamix": simplified_ademamix,
-    "spam": peer("SPAM"),
-    "srmm": srmm,
-    "srsgd": srsgd,
-    "tiger": peer("Tiger"),
-    "vsgd": vsgd,
-    "yogi": yogi,
-}
+    kate=peer("Kate"),
+    lion=peer("Lion"),
+    madgrad=named(peer("MADGRAD"), decouple_decay="weight_decouple"),
+    nadam=torch_optim("NAdam"),
+    pid=peer("PID"),
+    pnm=named(peer("PNM"), decoupled="weight_decouple"),
+    qhm=peer("QHM"),
+    radam=torch_optim("RAdam"),
+    rmsprop=torch_optim("RMSprop"),
+    rprop=torch_optim("Rprop"),
+    spam=peer("SPAM"),
+    tiger=peer("Tiger"),
+)  # fmt: skip
 
 
 def _adamw_beside(hypers: dict[str, Any], eps: str) -> Step:
@@ -804,24 +768,44 @@ def _flat(inner: Step) -> Step:
 
 
 def _by_shape(matrices: Step, others: Step, only_others: bool) -> Step:
-    return lambda p, g, t, lr: (others if only_others or p.ndim < 2 else matrices)(p, g, t, lr)
+    return lambda p, g, t, lr: (others if only_others or p.ndim < 2 else _flat(matrices))(p, g, t, lr)
 
 
-def sinkgd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+def of_matrices(others: Oracle) -> Callable[[Callable[..., Tensor]], Oracle]:
+    """The oracle of a step of one matrix that is written out, beside another for what is no matrix."""
+
+    def around(rule: Callable[..., Tensor]) -> Oracle:
+        def make(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+            return _by_shape(paper(rule)(flags, hypers), others(flags, hypers), flags["adamw"])
+
+        make.__name__ = rule.__name__
+        return make
+
+    return around
+
+
+def beside_adamw(eps: str) -> Callable[[Callable[..., Tensor]], Oracle]:
+    """`of_matrices` beside AdamW with a rate of its own, and the hyper-parameter of that name as eps."""
+    return of_matrices(lambda flags, hypers: _adamw_beside(hypers, eps))
+
+
+def orthogonal(o: Any, x: Tensor, eps: float = 1e-7) -> Tensor:
+    """torch's Newton-Schulz."""
+    return _zeropower_via_newtonschulz(x, o.ns_coefficients, o.ns_steps, eps).to(x.dtype)
+
+
+@of_matrices(lambda flags, hypers: _adamw_of_same_rate(flags, hypers))
+def sinkgd(o, s, p, g, t, lr):
     """Algorithm 4: rows, then columns, five times divided by their norms, times the root of their length."""
-
-    def matrices(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        rows, columns = g.shape
-        for _ in range(5):
-            g = math.sqrt(columns) * g / g.norm(dim=1, keepdim=True).clamp(min=1e-12 * math.sqrt(columns))
-            g = math.sqrt(rows) * g / g.norm(dim=0, keepdim=True).clamp(min=1e-12 * math.sqrt(rows))
-        return p * (1 - lr * hypers["weight_decay"]) - lr * hypers["scale"] * g
-
-    others = torch_optim("AdamW")({}, {k: hypers[k] for k in ("lr", "betas", "eps", "weight_decay")})
-    return _by_shape(_flat(matrices), others, flags["adamw"])
+    rows, columns = g.shape
+    for _ in range(5):
+        g = math.sqrt(columns) * g / g.norm(dim=1, keepdim=True).clamp(min=1e-12 * math.sqrt(columns))
+        g = math.sqrt(rows) * g / g.norm(dim=0, keepdim=True).clamp(min=1e-12 * math.sqrt(rows))
+    return p * (1 - lr * o.weight_decay) - lr * o.scale * g
 
 
-def stable_spam(o: Any, s: Any, p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+@paper
+def stable_spam(o, s, p, g, t, lr):
     """The authors' code, but that the averages of norms, which never begin anew, keep their bias corrections."""
     (beta1, beta2), p = o.betas, p * (1 - lr * o.weight_decay)
     angle, end = math.pi / (o.total_T + 1), o.eta_min
@@ -853,10 +837,6 @@ def adanorm(o, s, p, g, t, lr):
     return p - lr * s.m / (1 - beta1**t) / ((s.v / (1 - beta2**t)).sqrt() + o.eps)
 
 
-def fadam(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
-    """pytorch_optimizer's, with its states in the weight's dtype."""
-    own = {"momentum_dtype": torch.float64, "fim_dtype": torch.float64, "eps_2": hypers["eps2"]}
-    return peer("FAdam", **own)({}, {k: v for k, v in hypers.items() if k != "eps2"})
 
 
 def _torque(o, s, m, g):
@@ -943,38 +923,16 @@ def a2grad(o, s, p, g, t, lr):
     return (1 - s.alpha) * (p - last * moved) + s.alpha * s.x
 
 
-REDUCING: dict[str, Oracle] = {
-    "a2grad": a2grad,
-    "adafactor": adafactor,
-    "adafactor_paper": adafactor_paper,
-    "adam_mini": adam_mini,
-    "adamp": adamp,
-    "adanorm": adanorm,
-    "adashift": adashift,
-    "adatam": adatam,
-    "aida": aida,
-    "amos": amos,
-    "came": came,
-    "cautious_adamw": cautious_adamw,
-    "cautious_lion": cautious_lion,
-    "fadam": fadam,
-    "fromage": peer("Fromage"),
-    "kourkoutas_beta": kourkoutas_beta,
-    "lamb": lamb,
-    "lans": lans,
-    "lars": lars,
-    "mars": mars,
-    "nero": peer("Nero"),
-    "novograd": novograd,
-    "orthograd": orthograd,
-    "racs": peer("RACS"),
-    "sgdp": peer("SGDP"),
-    "sinkgd": sinkgd,
-    "sm3": sm3,
-    "stable_adamw": peer("StableAdamW"),
-    "stable_spam": paper(stable_spam),
-    "tam": tam,
-}
+REDUCING = table(
+    a2grad, adafactor, adafactor_paper, adam_mini, adamp, adanorm, adashift, adatam, aida, amos, came, cautious_adamw,
+    cautious_lion, kourkoutas_beta, lamb, lans, lars, mars, novograd, orthograd, sinkgd, sm3, stable_spam, tam,
+    fadam=named(peer("FAdam", momentum_dtype=torch.float64, fim_dtype=torch.float64), eps2="eps_2"),
+    fromage=peer("Fromage"),
+    nero=peer("Nero"),
+    racs=peer("RACS"),
+    sgdp=peer("SGDP"),
+    stable_adamw=peer("StableAdamW"),
+)  # fmt: skip
 
 
 # -- rules that sum over the model (here of one parameter), change weights for evaluation, begin with a step of another
@@ -997,26 +955,26 @@ def schedule_free(cls: Any) -> Oracle:
 def clipped_adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     """torch's clip_grad_norm_ before AdamW."""
     inner = adamw(flags, {k: v for k, v in hypers.items() if k != "max_norm"})
+    return lambda p, g, t, lr: inner(p, clipped(g, torch.nn.utils.clip_grad_norm_, hypers["max_norm"]), t, lr)
 
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        held = torch.nn.Parameter(torch.zeros_like(p))
-        held.grad = g.clone()
-        torch.nn.utils.clip_grad_norm_([held], hypers["max_norm"])
-        return inner(p, held.grad, t, lr)
 
-    return step
+def clipped(g: Tensor, function: Callable[..., Any], most: float) -> Tensor:
+    """A gradient after one of torch's functions on parameters."""
+    held = torch.nn.Parameter(torch.zeros_like(g))
+    held.grad = g.clone()
+    function([held], most)
+    return held.grad
 
 
 def lookahead_adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     """The paper's algorithm 1 around AdamW."""
-    inner = adamw(flags, {k: v for k, v in hypers.items() if k not in ("lookahead_k", "alpha")})
-    slow: list[Tensor] = []
+    inner, s = adamw(flags, {k: v for k, v in hypers.items() if k not in ("lookahead_k", "alpha")}), States()
 
     def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        slow.extend([p] if not slow else [])
+        s.slow = s.slow if t > 1 else p
         p = inner(p, g, t, lr)
         if t % hypers["lookahead_k"] == 0:
-            slow[0] = p = slow[0] + hypers["alpha"] * (p - slow[0])
+            s.slow = p = s.slow + hypers["alpha"] * (p - s.slow)
         return p
 
     return step
@@ -1035,19 +993,12 @@ def gravity(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return package(Gravity)(flags, hypers)
 
 
-def adago(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@beside_adamw("adamw_eps")
+def adago(o, s, p, g, t, lr):
     """Algorithm 1, with torch's Newton-Schulz: pytorch_optimizer divides by the sum of squares, not its root."""
-    m, total = torch.zeros(()), hypers["v0"]
-
-    def matrices(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m, total
-        m = torch.lerp(m.expand_as(g), g, 1 - hypers["momentum"])
-        size = min(float(g.norm()), hypers["gamma"])
-        total += size**2
-        u = _zeropower_via_newtonschulz(m, hypers["ns_coefficients"], hypers["ns_steps"], 1e-7).to(p.dtype)
-        return p * (1 - lr * hypers["weight_decay"]) - max(lr * size / math.sqrt(total), hypers["eps"]) * u
-
-    return _by_shape(_flat(matrices), _adamw_beside(hypers, "adamw_eps"), flags["adamw"])
+    s.m, size = torch.lerp(s.m.expand_as(g), g, 1 - o.momentum), min(float(g.norm()), o.gamma)
+    s.total = (s.total if t > 1 else o.v0) + size**2
+    return p * (1 - lr * o.weight_decay) - max(lr * size / math.sqrt(s.total), o.eps) * orthogonal(o, s.m)
 
 
 def muon(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
@@ -1055,102 +1006,69 @@ def muon(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     own = ("weight_decay", "momentum", "ns_coefficients", "eps", "ns_steps")
     options = {name: hypers[name] for name in own} | {"nesterov": flags["nesterov"]}
     options["adjust_lr_fn"] = "match_rms_adamw" if flags["match_rms_adamw"] else "original"
-    matrices = _flat(stepping(lambda ps: torch.optim.Muon(ps, lr=hypers["lr"], **options)))
+    matrices = stepping(lambda ps: torch.optim.Muon(ps, lr=hypers["lr"], **options))
     return _by_shape(matrices, _adamw_beside(hypers, "adamw_eps"), flags["adamw"])
 
 
-def normuon(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@beside_adamw("eps")
+def normuon(o, s, p, g, t, lr):
     """Algorithm 1, with torch's Newton-Schulz."""
-    m = v = torch.zeros(())
-    beta1, beta2 = hypers["betas"]
-    coefficients, eps = (3.4445, -4.7750, 2.0315), hypers["eps"]
-
-    def matrices(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m, v
-        m = beta1 * m + (1 - beta1) * g
-        o = _zeropower_via_newtonschulz(m, coefficients, hypers["ns_steps"], 1e-7).to(p.dtype)
-        v = beta2 * v + (1 - beta2) * o.square().mean(1, keepdim=True)
-        o = o / (v.sqrt() + eps)
-        size = 0.2 * lr * math.sqrt(o.numel()) / max(float(torch.linalg.matrix_norm(o)), eps)
-        return p - lr * hypers["weight_decay"] * p - size * o
-
-    return _by_shape(_flat(matrices), _adamw_beside(hypers, "eps"), flags["adamw"])
+    beta1, beta2 = o.betas
+    o.ns_coefficients = (3.4445, -4.7750, 2.0315)
+    s.m = beta1 * s.m + (1 - beta1) * g
+    u = orthogonal(o, s.m)
+    s.v = beta2 * s.v + (1 - beta2) * u.square().mean(1, keepdim=True)
+    u = u / (s.v.sqrt() + o.eps)
+    size = 0.2 * lr * math.sqrt(u.numel()) / max(float(torch.linalg.matrix_norm(u)), o.eps)
+    return p - lr * o.weight_decay * p - size * u
 
 
-def adamuon(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@beside_adamw("eps")
+def adamuon(o, s, p, g, t, lr):
     """Algorithm 1, with the authors' Nesterov momentum and torch's Newton-Schulz."""
-    m = v = torch.zeros(())
-    beta, eps = hypers["momentum"], hypers["eps"]
-
-    def matrices(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m, v
-        m = torch.lerp(m.expand_as(g), g, 1 - beta)
-        ahead = torch.lerp(g, m, beta) if hypers["nesterov"] else m
-        o = _zeropower_via_newtonschulz(ahead.sign(), hypers["ns_coefficients"], hypers["ns_steps"], 1e-7).to(p.dtype)
-        v = beta * v + (1 - beta) * o.square()
-        o = o / (v.sqrt() + eps)
-        o = o * (0.2 * math.sqrt(o.numel()) / (torch.linalg.matrix_norm(o) + eps))
-        return p * (1 - lr * hypers["weight_decay"]) - lr * o
-
-    return _by_shape(_flat(matrices), _adamw_beside(hypers, "eps"), flags["adamw"])
+    s.m = torch.lerp(s.m.expand_as(g), g, 1 - o.momentum)
+    u = orthogonal(o, (torch.lerp(g, s.m, o.momentum) if o.nesterov else s.m).sign())
+    s.v = o.momentum * s.v + (1 - o.momentum) * u.square()
+    u = u / (s.v.sqrt() + o.eps)
+    u = u * (0.2 * math.sqrt(u.numel()) / (torch.linalg.matrix_norm(u) + o.eps))
+    return p * (1 - lr * o.weight_decay) - lr * u
 
 
-def polargrad(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@beside_adamw("adamw_eps")
+def polargrad(o, s, p, g, t, lr):
     """The authors' step, with torch's Newton-Schulz: lr times <m, u> u, where u is m made orthogonal."""
-    m = torch.zeros(())
-
-    def matrices(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m
-        m = torch.lerp(m.expand_as(g), g, 1 - hypers["momentum"])
-        u = _zeropower_via_newtonschulz(m, hypers["ns_coefficients"], hypers["ns_steps"], 1e-7).to(p.dtype)
-        return p * (1 - lr * hypers["weight_decay"]) - lr * torch.sum(m * u) * u
-
-    return _by_shape(_flat(matrices), _adamw_beside(hypers, "adamw_eps"), flags["adamw"])
+    s.m = torch.lerp(s.m.expand_as(g), g, 1 - o.momentum)
+    u = orthogonal(o, s.m)
+    return p * (1 - lr * o.weight_decay) - lr * torch.sum(s.m * u) * u
 
 
-def scion(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@paper
+def scion(o, s, p, g, t, lr):
     """The authors' norms: Spectral, Sign and RowNorm of matrices, BiasRMS of vectors; torch's Newton-Schulz."""
-    m = torch.zeros(())
-    eps = hypers["eps"]
-
-    def lmo(x: Tensor) -> Tensor:
-        if x.ndim < 2:
-            return x / (x.square().mean().sqrt() + eps)
-        d_out, d_in = x.shape[0], x.shape[1] if hypers["normalized"] else 1
-        if flags["sign_norm"]:
-            return x.sign() / d_in
-        if flags["row_norm"]:
-            mean = x.square().mean(1, keepdim=True).sqrt()  # of the normalized kind, which ColNorm of an embedding is
-            return x / (d_in * mean + eps)
-        o = _zeropower_via_newtonschulz(x, hypers["ns_coefficients"], hypers["ns_steps"], 1e-7).to(x.dtype)
-        return o * math.sqrt(d_out / d_in)
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m
-        m = (1 - hypers["momentum"]) * m + hypers["momentum"] * g
-        x = m if m.ndim < 2 else m.reshape(len(m), -1)
-        p = p if hypers["unconstrained"] else p * (1 - lr)
-        return p - lr * hypers["scale"] * lmo(x).reshape(p.shape)
-
-    return step
+    s.m = (1 - o.momentum) * s.m + o.momentum * g
+    x = s.m if p.ndim < 2 else s.m.reshape(len(p), -1)
+    d_out, d_in = len(x) if x.ndim else 1, x.shape[1] if x.ndim == 2 and o.normalized else 1
+    if x.ndim < 2:
+        u = x / (x.square().mean().sqrt() + o.eps)
+    elif o.sign_norm:
+        u = x.sign() / d_in
+    elif o.row_norm:
+        mean = x.square().mean(1, keepdim=True).sqrt()  # of the normalized kind, which ColNorm of an embedding is
+        u = x / (d_in * mean + o.eps)
+    else:
+        u = orthogonal(o, x) * math.sqrt(d_out / d_in)
+    return (p if o.unconstrained else p * (1 - lr)) - lr * o.scale * u.reshape(p.shape)
 
 
-def dion2(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+@of_matrices(lambda flags, hypers: _adamw_of_same_rate(flags, hypers))
+def dion2(o, s, p, g, t, lr):
     """The authors' step of a matrix on one device, with torch's Newton-Schulz."""
-    m = torch.zeros(())
-
-    def matrices(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal m
-        m = m + g
-        rows, u = (x.mT if len(g) > g.shape[1] else x for x in (m, torch.zeros_like(g)))
-        taken = rows.abs().sum(1).topk(max(1, math.ceil(hypers["fraction"] * len(rows)))).indices.sort().values
-        made = _zeropower_via_newtonschulz(rows[taken], hypers["ns_coefficients"], hypers["ns_steps"], hypers["eps"])
-        u[taken] = made.to(p.dtype)
-        rows[taken] *= hypers["ef_decay"]
-        u = u.mT if len(g) > g.shape[1] else u
-        return p * (1 - lr * hypers["weight_decay"]) - lr * math.sqrt(len(g) / g.shape[1]) * u
-
-    return _by_shape(_flat(matrices), _adamw_of_same_rate(flags, hypers), flags["adamw"])
+    s.m, tall = s.m + g, len(g) > g.shape[1]
+    rows, u = (x.mT if tall else x for x in (s.m, torch.zeros_like(g)))
+    taken = rows.abs().sum(1).topk(max(1, math.ceil(o.fraction * len(rows)))).indices.sort().values
+    u[taken] = orthogonal(o, rows[taken], o.eps)
+    rows[taken] *= o.ef_decay
+    return p * (1 - lr * o.weight_decay) - lr * math.sqrt(len(g) / g.shape[1]) * (u.mT if tall else u)
 
 
 def _each_matrix(matrices: Oracle, others: Oracle, reach: Callable[..., int] = max) -> Oracle:
@@ -1284,13 +1202,12 @@ def _soap_muon(o, s, p, g, t, lr):
 
 def _adamw_ahead(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     """AdamW inside EMA-Nesterov."""
-    inner, ahead, plain = _adamw_beside(hypers, "eps"), torch.zeros(()), torch.zeros(())
+    inner, beta, s = _adamw_beside(hypers, "eps"), hypers["lookahead_beta"], States()
 
     def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        nonlocal ahead, plain
-        new, before = inner(p, g, t, lr), plain if t > 1 else p
-        ahead, plain = hypers["lookahead_beta"] * ahead + (1 - hypers["lookahead_beta"]) * (new - before), new
-        return new + hypers["lookahead"] * ahead
+        new, before = inner(p, g, t, lr), s.plain if t > 1 else p
+        s.ahead, s.plain = beta * s.ahead + (1 - beta) * (new - before), new
+        return new + hypers["lookahead"] * s.ahead
 
     return step
 
@@ -1438,39 +1355,23 @@ FED: dict[str, Oracle] = {
 }
 """Rules with inputs, which their steps take by name."""
 
-WHOLE: dict[str, Oracle] = {
-    "adago": adago,
-    "adai": adai,
-    "adalite": peer("Adalite"),
-    "adam_swd": named(peer("AdamS"), amsgrad="ams_bound"),
-    "adamuon": adamuon,
-    "apollo_qn": apollo_qn,
-    "avagrad": peer("AvaGrad"),
-    "clipped_adamw": clipped_adamw,
-    "dadapt_adagrad": package(dadaptation.DAdaptAdaGrad),
-    "dadapt_adam": package(dadaptation.DAdaptAdam),
-    "dadapt_adan": package(dadaptation.DAdaptAdan),
-    "dadapt_lion": package(dadaptation.DAdaptLion),
-    "dadapt_sgd": package(dadaptation.DAdaptSGD),
-    "dion2": dion2,
-    "dog": dog,
-    "dowg": dowg,
-    "gravity": gravity,
-    "lookahead_adamw": lookahead_adamw,
-    "low_rank_muon": lambda flags, hypers: muon(flags | {"nesterov": True, "match_rms_adamw": False}, hypers),
-    "muon": muon,
-    "normuon": normuon,
-    "polargrad": polargrad,
-    "prodigy": package(prodigyopt.Prodigy),
-    "radam_schedule_free": schedule_free(schedulefree.RAdamScheduleFree),
-    "schedule_free_adamw": schedule_free(schedulefree.AdamWScheduleFree),
-    "schedule_free_sgd": schedule_free(schedulefree.SGDScheduleFree),
-    "scion": scion,
-    "sgd_sai": sgd_sai,
-    "sngm": sngm,
-    "swats": swats,
-    "vradam": vradam,
-}
+WHOLE = table(
+    adago, adai, adamuon, apollo_qn, clipped_adamw, dion2, dog, dowg, gravity, lookahead_adamw, muon, normuon,
+    polargrad, scion, sgd_sai, sngm, swats, vradam,
+    adalite=peer("Adalite"),
+    adam_swd=named(peer("AdamS"), amsgrad="ams_bound"),
+    avagrad=peer("AvaGrad"),
+    dadapt_adagrad=package(dadaptation.DAdaptAdaGrad),
+    dadapt_adam=package(dadaptation.DAdaptAdam),
+    dadapt_adan=package(dadaptation.DAdaptAdan),
+    dadapt_lion=package(dadaptation.DAdaptLion),
+    dadapt_sgd=package(dadaptation.DAdaptSGD),
+    low_rank_muon=lambda flags, hypers: muon(flags | {"nesterov": True, "match_rms_adamw": False}, hypers),
+    prodigy=package(prodigyopt.Prodigy),
+    radam_schedule_free=schedule_free(schedulefree.RAdamScheduleFree),
+    schedule_free_adamw=schedule_free(schedulefree.AdamWScheduleFree),
+    schedule_free_sgd=schedule_free(schedulefree.SGDScheduleFree),
+)  # fmt: skip
 
 
 # -- states of low rank; `drawn(shape, matrix, key)` gives the random numbers of a parameter

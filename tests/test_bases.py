@@ -17,8 +17,8 @@ from optgen import optim
 from optgen.lang import eigenvectors, gram, normal, singular_vectors
 from tests import harness
 from tests.harness import spec_of
-from tests.oracles import BASES, IN_BASES, KRON, optional, record
-from tests.test_against_papers import further, redrawn
+from tests.oracles import BASES, IN_BASES, KRON, optional
+from tests.test_against_papers import Steps, further, redrawn
 
 STEPS, LR, EPS, NOISE = 50, 0.01, 0.05, 0.1
 FEWER = {"cpp": 24, "triton": 14}
@@ -88,32 +88,29 @@ def rate(t: int) -> float:
     return LR * (1 - t % 3 / 4)
 
 
-@pytest.mark.parametrize(("backend", "name", "shape", "k"), on_backends(CASES))
-def test_many_steps_are_the_oracle_s(name: str, shape: tuple[int, ...], k: int, backend: str) -> None:
+def begun(
+    name: str, backend: str, shape: tuple[int, ...], options: Any, size: float = 1.0, named: bool = True
+) -> Steps:  # fmt: skip
+    """Return steps from a drawn weight; skip those of which the interpreter takes minutes."""
     if backend == "triton" and math.prod(shape) > 1000:
         pytest.skip("the interpreter takes minutes")
-    start, spec = torch.randn(shape, generator=torch.Generator().manual_seed(1)), spec_of(name)
+    start = size * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return Steps(name, backend, start, LR, options, named)
+
+
+@pytest.mark.parametrize(("backend", "name", "shape", "k"), on_backends(CASES))
+def test_many_steps_are_the_oracle_s(name: str, shape: tuple[int, ...], k: int, backend: str) -> None:
     draw = random.Random(f"{name} {shape}")
     options = CASES[name] | {"betas": (draw.uniform(0.6, 0.9), draw.uniform(0.8, 0.95)), "eps": draw.uniform(EPS, 0.1)}
     options |= {"weight_decay": draw.uniform(0, 0.2), "precondition_frequency": draw.choice([3, 4, 5])}
     options = redrawn(name, k, shape, options)
-    ours = exact = start.double()
-    oracle, states, p = BASES[name]({}, options), {}, nn.Parameter(start.clone())
-    blocks = {"w": 3} if len(shape) == 3 else {}
-    cls = getattr(optim, spec.class_name)
-    given = {"plan": "fp32", "backend": "auto" if backend == "fp64" else backend, "blocks": blocks, "lr": LR}
-    opt = cls([("w", p)], **given, **options)
+    ours, oracle = begun(name, backend, shape, options), BASES[name]({}, options)
+    exact = start = ours.weight
     for t, g in enumerate(gradients(shape, backend), 1):
         exact = oracle(exact, g.double(), t, rate(t))
-        if backend == "fp64":
-            ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=rate(t), **options)
-            record(name, ours, exact)
-        else:
-            p.grad, opt.param_groups[0]["lr"] = g, rate(t)
-            with harness.optimized() if name == "soap" else nullcontext():
-                opt.step()
-            ours = p.detach().double()
-        assert (ours - exact).abs().max() <= allowed(shape, t, 2.0**-53 if backend == "fp64" else 2.0**-24), t
+        with harness.optimized() if name == "soap" and backend != "fp64" else nullcontext():
+            ours(g, t, rate(t))
+        assert ours.distance(exact).max() <= allowed(shape, t, 2.0**-53 if backend == "fp64" else 2.0**-24), t
     assert (exact - start).abs().max() > 0.01
 
 
@@ -122,39 +119,27 @@ def test_steps_in_bases_of_their_own(name: str, shape: tuple[int, ...], k: int, 
     """The oracle takes the rule's bases, which have to be orthogonal, to be renewed when they are due alone, and to
     diagonalize then what it has found.  A step changes by lr / eps times the gradient's error, twice at most, or where
     that error may change a sign in the bases, by what this sign moves."""
-    if backend == "triton" and math.prod(shape) > 1000:
-        pytest.skip("the interpreter takes minutes")
     (names, options), draw = OWN[name], torch.Generator().manual_seed(1)
-    start, spec, unit = torch.randn(shape, generator=draw), spec_of(name), 2.0**-53 if backend == "fp64" else 2.0**-24
-    options = redrawn(name, k, shape, options)
+    options, unit = redrawn(name, k, shape, options), 2.0**-53 if backend == "fp64" else 2.0**-24
     period = options["inverse_every" if name == "splus" else "update_proj_gap"]
-    ours = exact = start.double()
-    states, p, seen, now = {}, nn.Parameter(start.clone()), {}, []
+    ours, seen, now = begun(name, backend, shape, options), {}, []
+    exact = start = ours.weight
+    torch.randn(shape, generator=draw)
     more = {"bases": lambda k: [x[k] for x in now], "seen": seen, "matrix": 0, "scale": 0.25}
     oracle = IN_BASES[name]({}, more | options)
-    given = {"plan": "fp32", "backend": "auto" if backend == "fp64" else backend, "lr": LR}
-    opt = getattr(optim, spec.class_name)([("w", p)], blocks={"w": 3} if len(shape) == 3 else {}, **given, **options)
     loose, terms = torch.zeros(shape, dtype=torch.float64), math.sqrt(sum(shape[-2:]))
 
     def bases() -> list[Tensor]:
-        found = (states if backend == "fp64" else opt.state[p]).get
-        kept = (found(x) for x in names)
+        kept = (ours.kept.get(x) for x in names)
         return [x.double().reshape(-1, *x.shape[-2:]).clone() for x in kept if isinstance(x, Tensor)]
 
     for t in range(1, FEWER.get(backend, STEPS) + 1):
         g, before = torch.randn(shape, generator=draw), bases()
-        if backend == "fp64":
-            ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=rate(t), **options)
-        else:
-            p.grad, opt.param_groups[0]["lr"] = g, rate(t)
-            opt.step()
-            ours = p.detach().double()
+        ours(g, t, rate(t))
         after = bases()
         before = before or [torch.eye(x.shape[-1], dtype=x.dtype).expand_as(x) for x in after]
         now = after if name == "conda" else before
         exact, error = oracle(exact, g.double(), t, rate(t)), unit * terms * g.double().norm()
-        if backend == "fp64":
-            record(name, ours, exact)
         due = (t - 1) % period == 0
         assert due or all(map(torch.equal, before, after))
         for k, of in seen.items():
@@ -168,10 +153,10 @@ def test_steps_in_bases_of_their_own(name: str, shape: tuple[int, ...], k: int, 
                 left, right = (x[k].abs() for x in before) if of.sides else (None, None)
                 loose.view(-1, *moved.shape)[k] += left @ moved @ right.mT if of.sides else moved
         most = loose + t * (8 * unit + 2 * LR / EPS * error)
-        assert ((ours - exact).abs() <= most).all(), t
+        assert (ours.distance(exact) <= most).all(), t
         if name == "splus":
-            average = (states if backend == "fp64" else opt.state[p])["ema"]
-            assert ((average - torch.stack([seen[k].ema for k in sorted(seen)]).view(shape)).abs() <= most).all(), t
+            average = torch.stack([seen[k].ema for k in sorted(seen)]).view(shape)
+            assert ((ours.kept["ema"] - average).abs() <= most).all(), t
     assert (exact - start).abs().max() > 0.01
 
 
@@ -199,28 +184,18 @@ def test_soap_muon_is_the_record(backend: str, name: str, shape: tuple[int, ...]
     by 2^-8 of an entry; rows of steps have norms of 6 at most, the floor times those of weights."""
     if backend == "fp64" and len(shape) == 3:
         pytest.skip("without blocks it is a convolution")
-    draw = torch.Generator().manual_seed(1)
-    start, spec = torch.randn(shape, generator=draw) / math.sqrt(shape[-1] if shape else 1), spec_of(name)
     options = {"momentum": 0.7, "shampoo_beta": 0.6, "eps": EPS, "weight_decay": 0.1, "row_floor": 1.5, "outward": 0.3}
     options |= {"lookahead": 0.4, "lookahead_beta": 0.8, "ns_steps": 0, "adamw_lr": LR, "adamw_betas": (0.8, 0.9)}
     options = redrawn(name, k, shape, options | {"max_precond_dim": 10000, "ns_coefficients": (2.0, -1.5, 0.5)})
-    ours = exact = start.double()
-    oracle, states, host, p = BASES[name]({}, options), {}, {}, nn.Parameter(start.clone())
-    given = {"plan": "fp32", "backend": "auto" if backend == "fp64" else backend, "lr": LR}
-    opt = optim.SOAPMuon([("w", p)], blocks={"w": len(start)} if len(shape) == 3 else {}, **given, **options)
+    ours = begun(name, backend, shape, options, 1 / math.sqrt(shape[-1]))
+    exact, start, oracle = ours.weight, ours.weight, BASES[name]({}, options)
     for t, g in enumerate(gradients(shape, backend), 1):
         exact = oracle(exact, g.double(), t, rate(t))
-        if backend == "fp64":
-            ours, states, host = spec.evaluate(ours, g.double(), t, states, host, lr=rate(t), **options)
-            record(name, ours, exact)
-        else:
-            p.grad, opt.param_groups[0]["lr"] = g, rate(t)
-            opt.param_groups[0]["base_lr"] = rate(t)  # so that AdamW's rate stays
-            opt.step()
-            ours = p.detach().double()
+        ours.opt.param_groups[0]["base_lr"] = rate(t)  # so that AdamW's rate stays
+        ours(g, t, rate(t))
         most = allowed(shape, t, 2.0**-53 if backend == "fp64" else 2.0**-24)
         most += t * LR * 6 * 2.0**-8 if backend != "fp64" and len(shape) > 1 else 0.0
-        assert (ours - exact).abs().max() <= most, t
+        assert ours.distance(exact).max() <= most, t
     assert (exact - start).abs().max() > 0.05
 
 
@@ -230,35 +205,26 @@ def test_psgd_kron_is_pytorch_optimizers(
 ) -> None:
     """Given the same random numbers, for vectors ones.  Theirs are solved with in fp32.  An error of a factor reaches a
     step through two factors of either side, and those of earlier steps stay."""
-    if backend == "triton" and math.prod(shape) > 1000:
-        pytest.skip("the interpreter takes minutes")
-    start, spec = torch.randn(shape, generator=torch.Generator().manual_seed(1)), spec_of(name)
     options = {"weight_decay": 0.1 if len(shape) > 1 else 0.0, "momentum": 0.7, "lr_precond": 0.1}
     options = redrawn(name, k, shape, options | {"max_precond_dim": 8192, "precondition_frequency": 1})
     if len(shape) > 1 and options["max_precond_dim"] < min(shape):
         pytest.skip("theirs has diagonals for both sides")
-    ours, states, p, other = start.double(), {}, nn.Parameter(start.clone()), nn.Parameter(start.double())
-    opt = optim.Kron([p], plan="fp32", backend="auto" if backend == "fp64" else backend, lr=LR, **options)
+    ours = begun(name, backend, shape, options, named=False)
+    start, other, most = ours.weight, nn.Parameter(ours.weight.clone()), 4 * 2.0**-24
     own = {"pre_conditioner_update_probability": 1 / options["precondition_frequency"]}
     own |= {"max_size_triangular": options["max_precond_dim"], "weight_decay": options["weight_decay"]}
-    theirs, most = KRON[name]([other], momentum=options["momentum"], **own), 4 * 2.0**-24
+    theirs = KRON[name]([other], momentum=options["momentum"], **own)
     theirs.param_groups[0]["precondition_lr"] = options["lr_precond"]
     for t, g in enumerate(gradients(shape, backend), 1):
         noise = normal(torch.zeros(shape), t) if len(shape) > 1 else torch.ones(shape)
         monkeypatch.setattr(torch, "randn_like", lambda x, noise=noise, **_: noise.to(x.dtype))
         other.grad, theirs.param_groups[0]["lr"] = g.double(), rate(t)
         theirs.step()
-        if backend == "fp64":
-            ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=rate(t), **options)
-            record(name, ours, other.detach())
-        else:
-            p.grad, opt.param_groups[0]["lr"] = g, rate(t)
-            opt.step()
-            ours = p.detach().double()
+        ours(g, t, rate(t))
         factors = [q.diag() if q.ndim < 2 else q for q in theirs.state[other]["Q"] if len(q) < 99]
         bent = math.prod(float(torch.linalg.cond(q)) for q in factors)
         most += 2.0**-24 * (4 + LR * t * math.sqrt(sum(shape)) * bent**2)
-        assert (ours - other).abs().max() <= most, t
+        assert ours.distance(other.detach()).max() <= most, t
     assert (other - start).abs().max() > 0.05
 
 

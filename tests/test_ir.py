@@ -82,39 +82,17 @@ def test_the_verifier_names_what_is_broken(node: ir.Node, fault: str) -> None:
 def _evaluate(node: ir.Node, leaves: dict[str, float], off: Callable[[], int]) -> np.floating:
     """A small independent interpreter: fp64 on the host, fp32 elsewhere, where divisions and roots are off by `off`."""
     kind = np.float64 if node.space == spaces.host else np.float32
-    a = [kind(_evaluate(n, leaves, off)) for n in node.args]
-    match node.op:
-        case "const":
-            return kind(node.attr)
-        case "load" | "sym":
-            return kind(leaves[node.attr])
-        case "cast":
-            return a[0]
-        case "add":
-            return a[0] + a[1]
-        case "sub":
-            return a[0] - a[1]
-        case "mul":
-            return a[0] * a[1]
-        case "div":
-            return _off(a[0] / a[1], off())
-        case "max":
-            return np.maximum(*a)
-        case "min":
-            return np.minimum(*a)
-        case "neg":
-            return -a[0]
-        case "abs":
-            return np.abs(a[0])
-        case "sqrt":
-            return _off(np.sqrt(a[0]), off())
-        case "floor":
-            return np.floor(a[0])
-        case "lt":
-            return kind(a[0] < a[1])
-        case "where":
-            return a[1] if a[0] else a[2]
-    raise AssertionError(node.op)
+    if not node.args:
+        return kind(node.attr if node.op == "const" else leaves[node.attr])
+    made = MEANINGS[node.op](*(kind(_evaluate(n, leaves, off)) for n in node.args))
+    return _off(made, off()) if node.op in ("div", "sqrt") else kind(made)
+
+
+MEANINGS: dict[str, Callable[..., np.floating]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum, "min": np.minimum,
+    "neg": np.negative, "abs": np.abs, "sqrt": np.sqrt, "floor": np.floor, "lt": np.less, "cast": np.positive,
+    "where": lambda c, a, b: a if c else b,
+}  # fmt: skip
 
 
 def _off(x: np.floating, ulps: int) -> np.floating:

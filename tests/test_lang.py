@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import doctest
-import itertools
 import math
 import time
 from collections.abc import Callable
@@ -18,15 +17,14 @@ import torch
 from optgen.base import names
 from optgen.base.errors import UserError
 from optgen.ir import node as ir
-from optgen.ir.node import Node, postorder
+from optgen.ir.node import postorder
 from optgen.ir.spell import name_for
 
 from optgen.lang import (  # isort: skip
     Spec, amax, cbrt, clip, col_max, col_mean, col_sum, columns, dot, elements, equal, erf, exp, flag, gram, hyper,
-    log, mat_mean, maximum, mean, minimum, model_norm, model_total, nonneg, norm, optimizer, policies, rms, row,
+    log, mat_mean, maximum, mean, minimum, model_norm, model_total, nonneg, norm, optimizer, rms, row,
     row_max, row_mean, row_sum, rows, rsqrt, scalar, sigmoid, sign, sqrt, state, tanh, tensor_state, total, where,
 )  # fmt: skip
-from optgen.lang.declare import conditions
 from optgen.lang.plain import plain_formulas
 from optgen.lang.probe import Run
 from optgen.lang.spec import draw_of, start
@@ -181,11 +179,6 @@ def test_docs_and_names() -> None:
     assert many_ways.loc.line == many_ways.function.__code__.co_firstlineno + 1
 
 
-def test_conditions() -> None:
-    assert conditions(None) == ()
-    assert conditions("a") == ((("a", True),),)
-    assert conditions("a and not b") == ((("a", True), ("b", False)),)
-    assert conditions("a and not b or c") == ((("a", True), ("b", False)), (("c", True),))
 
 
 def test_states_that_are_off_are_missing() -> None:
@@ -195,11 +188,6 @@ def test_states_that_are_off_are_missing() -> None:
     assert set(came.trace({"factored": False}).states) == {"exp_avg", "exp_avg_sq"}
 
 
-def test_derived_flags_follow_the_hyper_parameter() -> None:
-    sgd = spec_of("sgd")
-    assert sgd.flag_values({"momentum": 0.0}) == {"nesterov": False, "has_momentum": False}
-    assert sgd.flag_values({"momentum": 0.9, "nesterov": True}) == {"nesterov": True, "has_momentum": True}
-    assert [f.name for f in sgd.flags if f.derived] == ["has_momentum"]
 
 
 def test_shape_flags_follow_the_shape() -> None:
@@ -275,31 +263,42 @@ ELEMENTS = [
 FORMULAS = [pytest.param(c, marks=() if daily(c[0], "formulas") else pytest.mark.full) for c in ELEMENTS]
 
 
+class Reading:
+    """The author's function on fp64 tensors of one of some shapes, from drawn states, and what it is given."""
+
+    def __init__(self, case: tuple[str, dict[str, bool]], shapes: list[tuple[int, ...]]) -> None:
+        name, setting = case
+        self.spec = spec = spec_of(name)
+        self.shape = shape_of(spec, setting, shapes)
+        self.hypers, self.states = random_scalars(spec, setting), random_states(spec, setting, self.shape)
+        self.host = {s.name: 0.3 for s in spec.present_host(setting)}
+        self.host |= {fed_name(f.fed): float(setting[f.name]) for f in spec.flags if f.fed}
+        self.free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
+        self.trace = spec.trace(setting)
+
+    def __call__(self, p: torch.Tensor, g: torch.Tensor, t: int) -> dict[str, Any]:
+        """Return all new values by name."""
+        p, states, host = self.spec.evaluate(p, g, t, self.states, self.host, **self.hypers, **self.free)
+        return {"p": p, **states, **host}
+
+
 @pytest.mark.parametrize("case", ELEMENTS, ids=setting_id)
 def test_the_trace_computes_what_the_function_does(case: tuple[str, dict[str, bool]]) -> None:
     """IR, interpreted in Python floats, against the author's function called on fp64 tensors."""
-    name, setting = case
-    spec = spec_of(name)
-    shape = shape_of(spec, setting, [(3, 4), (12,), (1, 3, 4)])
-    hypers, states = random_scalars(spec, setting), random_states(spec, setting, shape)
+    read = Reading(case, [(3, 4), (12,), (1, 3, 4)])
+    spec, shape, trace = read.spec, read.shape, read.trace
     p, g = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
-    host = {s.name: 0.3 for s in spec.present_host(setting)}
-    host |= {fed_name(f.fed): float(setting[f.name]) for f in spec.flags if f.fed}
-    trace = spec.trace(setting)
-    flat = {k: v.expand(shape).flatten().tolist() for k, v in ({"p": p, "g": g} | states).items()}
-    for t in steps_of(spec, setting):
-        new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
+    flat = {k: v.expand(shape).flatten().tolist() for k, v in ({"p": p, "g": g} | read.states).items()}
+    for t in steps_of(spec, case[1]):
         run = Run(tuple(zip(flat["p"], flat["g"], strict=True)), shape[-1])
         flat |= {draw: draw_of(p, t, draw).flatten().tolist() for draw in trace.draws}
-        roots: dict[str, Node] = {"p": trace.p, **trace.states, **trace.host_states}
-        values = run.values(list(roots.values()), by_part(spec, hypers) | host | {"step": float(t)}, flat)
-        for key, expected in {"p": new_p, **new_states}.items():
-            got = torch.tensor(values[roots[key].uid], dtype=torch.float64).view(shape)
+        scalars = by_part(spec, read.hypers) | read.host | {"step": float(t)}
+        values = run.values(list(trace.new.values()), scalars, flat)
+        for key, expected in read(p, g, t).items():
+            got = torch.tensor(values[trace.new[key].uid], dtype=torch.float64).view(shape)
+            expected = torch.as_tensor(expected, dtype=torch.float64).expand(shape)
             # A sum of a dozen terms, in another order, on the way.
-            torch.testing.assert_close(got, expected.expand(shape), rtol=1e-13, atol=1e-15)
-        for key, number in new_host.items():
-            assert values[roots[key].uid][0] == pytest.approx(number, rel=1e-14)
+            torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-15)
 
 
 @optimizer()
@@ -352,22 +351,16 @@ def test_both_kinds_of_formulas_compute_what_the_function_does(case: tuple[str, 
 
     The latter are Python but for x', x[t] and x[t-1].
     """
-    name, setting = case
-    spec = spec_of(name)
-    shape = shape_of(spec, setting, [(1,), (1, 1), (1, 1, 1)])
-    hypers, states = random_scalars(spec, setting), random_states(spec, setting, shape)
-    free = {f.name: setting[f.name] for f in spec.flags if not f.derived}
-    host = {s.name: 0.3 for s in spec.present_host(setting)}
-    host |= {fed_name(f.fed): float(setting[f.name]) for f in spec.flags if f.fed}
-    p, g = torch.full(shape, 0.4, dtype=torch.float64), torch.full(shape, -0.7, dtype=torch.float64)
-    t = steps_of(spec, setting)[-2:][0]
-    new_p, new_states, new_host = spec.evaluate(p, g, t, states, host, **hypers, **free)
-    old = {key: value.item() for key, value in {"p": p, **states}.items()} | host
-    numbers: dict[str, Any] = by_part(spec, hypers) | {"g": g.item()} | ALONE
-    expected = {key: value.item() for key, value in {"p": new_p, **new_states}.items()} | new_host
-    drawn = {draw: draw_of(p, t, draw).item() for draw in spec.trace(setting).draws}
+    read = Reading(case, [(1,), (1, 1), (1, 1, 1)])
+    spec, trace = read.spec, read.trace
+    p, g = (torch.full(read.shape, x, dtype=torch.float64) for x in (0.4, -0.7))
+    t = steps_of(spec, case[1])[-2:][0]
+    expected = {key: float(value) for key, value in read(p, g, t).items()}
+    old = {key: value.item() for key, value in {"p": p, **read.states}.items()} | read.host
+    numbers: dict[str, Any] = by_part(spec, read.hypers) | {"g": g.item()} | ALONE
+    drawn = {draw: draw_of(p, t, draw).item() for draw in trace.draws}
     known = numbers | drawn | {"step": float(t)} | old
-    for key, node in spec.trace(setting).new.items():
+    for key, node in trace.new.items():
         expr = expression(node, {})
         symbols = sorted(expr.free_symbols, key=lambda s: s.name)
         compute = sympy.lambdify(symbols, expr, [{**ONE_ELEMENT, "erfinv": PLAIN["erfinv"]}, "math"])
@@ -377,7 +370,7 @@ def test_both_kinds_of_formulas_compute_what_the_function_does(case: tuple[str, 
     plain |= {name: old[name] for name in fed}
     plain["uniform"] = uniform = lambda n: drawn[f"uniform_{n}"]
     plain["normal"] = lambda n: math.sqrt(2) * PRIMS["erfinv"].number(2 * uniform(n) - (1 - 2**-24))
-    for line in plain_formulas(spec, setting):
+    for line in plain_formulas(spec, case[1]):
         text = line.replace("[t-1]", "_old").replace("[t]", "_new").replace("'", "_")
         exec(text, PLAIN | ONE_ELEMENT | {"__builtins__": {"max": max, "min": min, "abs": abs}}, plain)
     for key in expected.keys() - fed - set(map(fed_name, fed)):
@@ -569,15 +562,6 @@ def test_numbers_and_host_scalars_are_not_reduced(reduced: Callable[[Any], Any])
     assert mean(0.5) == 0.5  # where no rule is traced
 
 
-# -- policies
-@pytest.mark.parametrize(("p", "u"), list(itertools.product([-2.0, 0.0, 3.0], [-1.0, 0.0, 0.5])))
-def test_policies(p: float, u: float) -> None:
-    assert policies.l2(u, p, 0.1) == u + 0.1 * p
-    assert policies.decoupled(p, 0.5, 0.1) == p * 0.95
-    assert policies.proximal(p, 0.5, 0.1) == p / 1.05
-    assert policies.cautious(p, u, 0.5, 0.1) == (p * 0.95 if u * p >= 0 else p)
-    assert policies.schedule_of(0.5, 2.0) == 0.25
-    assert policies.schedule_of(0.0, 0.0) == 0.0
 
 
 # -- soundness

@@ -14,25 +14,16 @@ import optgen
 from optgen import optim
 from optgen.base.errors import UserError
 from optgen.driver.explain import explain
-from optgen.lang import (
-    flag,
-    hyper,
-    low_rank,
-    low_rank_state,
-    normal,
-    optimizer,
-    shape_flag,
-    singular_vectors,
-    uniform,
-    unwide,
-    wide,
+
+from optgen.lang import (  # isort: skip
+    flag, hyper, low_rank, low_rank_state, normal, optimizer, shape_flag, singular_vectors, uniform, unwide, wide,
     zero_product,
-)
+)  # fmt: skip
 from optgen.runtime.records.keys import stream_key
 from specs import plans
 from tests.harness import spec_of
-from tests.oracles import LOW_RANK, record
-from tests.test_against_papers import further, redrawn
+from tests.oracles import LOW_RANK
+from tests.test_against_papers import Steps, further, redrawn
 
 U = 2.0**-24
 
@@ -175,26 +166,33 @@ def test_ranks_are_checked() -> None:
     other.step()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ge": 1}, "whole number from 1 on"),
-        ({"whole": True}, "whole number from 1 on"),
-    ],
-    ids=str,
-)
-def test_a_rank_is_declared_as_a_whole_number(options: dict[str, Any], message: str) -> None:
+def of_rank(**options: Any) -> Any:
+    @optimizer(cite="nobody")
+    def wrong(p, g, low=low_rank_state("rows", rank="rank"), *, rank=hyper(4, **options)):
+        return p - g, low
+
+    return wrong
+
+
+WHOLE, SIDES = "whole number from 1 on", "is one of rows, columns, short, long"
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a rank of any number": (lambda: of_rank(ge=1), WHOLE), "a rank of 0": (lambda: of_rank(whole=True), WHOLE),
+    "sides": (lambda: low_rank_state("sides", rank="rank"), SIDES),
+    "a fraction": (lambda: low_rank_state("rows", rank=1.5), WHOLE),
+    "nothing": (lambda: low_rank_state("rows", rank=0), WHOLE),
+    "a positive state": (
+        lambda: low_rank(spec_of("muon"), "exp_avg_sq", when="matrix"), "a signed state of elements .*got exp_avg_sq"),
+    "alternatives": (
+        lambda: low_rank(spec_of("muon"), "momentum_buffer", when="matrix or adamw"), "in when=.*got matrix or adamw"),
+    "no flag": (lambda: low_rank(spec_of("muon"), "momentum_buffer", when="matrix", nestrov=True), "got nestrov"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_of_low_rank_is_refused(case: str) -> None:
+    make, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
-
-        @optimizer(cite="nobody")
-        def wrong(p, g, low=low_rank_state("rows", rank="rank"), *, rank=hyper(4, **options)):
-            return p - g, low
-
-
-@pytest.mark.parametrize("wrong", [("sides", "rank"), ("rows", 0), ("rows", 1.5)], ids=str)
-def test_other_sides_and_ranks_are_refused(wrong: tuple[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"is one of rows, columns, short, long|whole number from 1 on, or the name"):
-        low_rank_state(wrong[0], rank=wrong[1])
+        make()
 
 
 def test_singular_vectors_have_a_sign_and_pass_on_nan() -> None:
@@ -273,26 +271,14 @@ def test_rules_of_low_rank_are_their_oracles(case: str, shape: tuple[int, ...], 
     label = "w" if backend != "fp64" else 0
     arguments = redrawn(name, k, shape, OPTIONS | given)
     own = {"drawn": lambda shape, matrix, key: gaussian(shape, label, matrix, key), "per_tensor": False}
-    step, spec = LOW_RANK[name]({}, own | arguments), spec_of(name)
-    start = drawn(*shape, seed=1)
-    ours = exact = start.double()
-    p, states = nn.Parameter(start.clone()), {}
-    blocks = {"w": 3} if len(shape) == 3 else {}
-    opt = getattr(optim, spec.class_name)([("w", p)], plan="fp32", lr=LR, blocks=blocks, **arguments)
-    unit = 2.0**-53 if backend == "fp64" else U
+    step, ours = LOW_RANK[name]({}, own | arguments), Steps(name, backend, drawn(*shape, seed=1), LR, arguments)
+    exact, start, unit = ours.weight, ours.weight, 2.0**-53 if backend == "fp64" else U
     for t, g in enumerate(gradients(shape), 1):
         lr = LR * (1 - t % 3 / 4)
         exact = step(exact, g.double(), t, lr)
-        if backend == "fp64":
-            ours, states, _ = spec.evaluate(ours, g.double(), t, states, lr=lr, **arguments)
-            record(name, ours, exact)
-        else:
-            p.grad = g
-            opt.param_groups[0] |= {"backend": backend, "lr": lr}
-            opt.step()
-            ours = p.detach().double()
+        ours(g, t, lr)
         most = t * unit * (8 + LR * slope * (2 if k else 1) * 15 * 15 / 0.5 * math.sqrt(sum(shape)))
-        assert (ours - exact).abs().max() <= most, t
+        assert ours.distance(exact).max() <= most, t
     assert (exact - start).abs().max() > 0.01
 
 
@@ -382,16 +368,3 @@ def test_bytes_of_a_state_of_low_rank_are_those_of_its_residual_and_of_few_rows(
     p.grad = torch.ones_like(p)
     opt.step()
     assert opt.memory().per_element == 3 + 0.5 + 2 / 64 + 2 * 8 * 4 / 1024
-
-
-@pytest.mark.parametrize(
-    ("state", "options", "message"),
-    [
-        ("exp_avg_sq", {"when": "matrix"}, "a signed state of elements .*got exp_avg_sq"),
-        ("momentum_buffer", {"when": "matrix or adamw"}, "flags in when=.*got matrix or adamw"),
-        ("momentum_buffer", {"when": "matrix", "nestrov": True}, "flags to be fixed, got nestrov"),
-    ],
-)
-def test_what_cannot_be_of_low_rank_is_refused(state: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        low_rank(spec_of("muon"), state, **options)
