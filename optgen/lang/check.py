@@ -203,8 +203,9 @@ def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     """
     of_sides = [s for s in spec.present(flags) if s.trait in _LACKS]
     judged = [(s, new) for s in of_sides if (new := trace.states[s.name]).op != "load" and _is_exact([new])]
-    calls = [n for n in postorder([trace.p, *trace.states.values()]) if n.op == "call" and n.attr in _HALVES]
-    watched = bool(calls) and _is_exact([n.args[_HALVES[n.attr][0]] for n in calls])
+    nodes = postorder([trace.p, *trace.states.values()])
+    halves = [n.args[_HALVES[n.attr][0]] for n in nodes if n.op == "call" and n.attr in _HALVES]
+    watched = bool(halves) and _is_exact(halves)
     if not judged and not watched:
         return
     for step, kept in _two_steps(spec, flags, of_sides, watched):

@@ -219,32 +219,25 @@ def input(*traits: Trait) -> Any:
     return replace(_state(spaces.elem, traits, None, 0.0), trait=INPUT)
 
 
-def row(*traits: Trait, when: str | None = None, init: float = 0.0) -> Any:
-    """One value per row: the parameter's shape without its last dimension."""
-    return _state(spaces.row, traits, when, init)
+def _declaration(name: str, space: Space, doc: str) -> Callable[..., Any]:
+    """Return the function that declares a state with one value for each of a space."""
+
+    def declare(*traits: Trait, when: str | None = None, init: float | str = 0.0) -> Any:
+        return _state(space, traits, when, init)
+
+    declare.__name__ = declare.__qualname__ = name
+    declare.__doc__ = doc
+    return declare
 
 
-def col(*traits: Trait, when: str | None = None, init: float = 0.0) -> Any:
-    """One value per column: the parameter's shape without its last but one dimension."""
-    return _state(spaces.col, traits, when, init)
-
-
-def mat(*traits: Trait, when: str | None = None, init: float = 0.0) -> Any:
-    """One value per matrix: the parameter's shape without its last two dimensions."""
-    return _state(spaces.mat, traits, when, init)
-
-
-def tensor_state(*traits: Trait, when: str | None = None, init: float | str = 0.0) -> Any:
-    """One value per parameter tensor, on its device."""
-    return _state(spaces.tensor, traits, when, init)
-
-
-def model_state(*traits: Trait, when: str | None = None, init: float | str = 0.0) -> Any:
-    """One value for all parameters of the optimizer, on their device.
-
-    init  its value before the first step: a number, or the name of a hyper-parameter
-    """
-    return _state(spaces.model, traits, when, init)
+row = _declaration("row", spaces.row, "One value per row: the parameter's shape without its last dimension.")
+col = _declaration("col", spaces.col, "One value per column: the parameter's shape without its last but one dimension.")
+mat = _declaration("mat", spaces.mat, "One value per matrix: the parameter's shape without its last two dimensions.")
+tensor_state = _declaration("tensor_state", spaces.tensor, "One value per parameter tensor, on its device.")
+model_state = _declaration(
+    "model_state", spaces.model, "One value for all parameters of the optimizer, on their device.\n\n"
+    "init  its value before the first step: a number, or the name of a hyper-parameter",
+)  # fmt: skip
 
 
 def matrix_state(side: str, *traits: Trait, when: str | None = None, init: Any = 0.0) -> Any:

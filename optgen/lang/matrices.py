@@ -81,16 +81,6 @@ def gram(x: Num) -> Any:
     return x @ transpose(x)
 
 
-def qr(x: Num) -> Any:
-    """The orthogonal factor of x = q r, of the shape of x; its columns span, from left to right, what those of x do."""
-    return _call("qr", (x,))
-
-
-def eigenvectors(x: Num) -> Any:
-    """The eigenvectors of a symmetric x, as columns, those of the largest eigenvalues first."""
-    return _call("eigenvectors", (x,))
-
-
 def orthogonal_iteration(x: Num, basis: Num, known: Num | None = None) -> Any:
     """qr(x @ basis), one step nearer to the eigenvectors of a symmetric x.
 
@@ -98,11 +88,6 @@ def orthogonal_iteration(x: Num, basis: Num, known: Num | None = None) -> Any:
            eigenvectors themselves
     """
     return _call("orthogonal_iteration", (x, basis if known is None else where(known, 1.0, 0.0) * basis))
-
-
-def sorting(x: Num) -> Any:
-    """The permutation matrix s for which s.T @ x @ s has its diagonal in falling order."""
-    return _call("sorting", (x,))
 
 
 def inverse_root(x: Num, p: Num, eps: Num = 0.0) -> Any:
@@ -127,19 +112,28 @@ def solve_triangular(b: Num, a: Num, *, upper: bool = True) -> Any:
     return _call("solve_triangular", (b, a), (float(upper),))
 
 
-def triangle(x: Num) -> Any:
-    """x with zeros below its diagonal."""
-    return _call("triangle", (x,))
+def _function(name: str, doc: str) -> Callable[[Num], Any]:
+    """Return the function of that name of one matrix."""
+
+    def function(x: Num) -> Any:
+        return _call(name, (x,))
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    return function
 
 
-def norm_lower_bound(x: Num) -> Any:
-    """A lower bound of the spectral norm of a symmetric x, usually above 0.7 of it, in every place of its shape."""
-    return _call("norm_lower_bound", (x,))
-
-
-def identity(x: Num) -> Any:
-    """The identity matrix of the shape of a square x."""
-    return _call("identity", (x,))
+qr = _function("qr", "The orthogonal factor of x = q r, whose columns span, from left to right, what those of x do.")
+eigenvectors = _function(
+    "eigenvectors", "The eigenvectors of a symmetric x, as columns, those of the largest eigenvalues first."
+)
+sorting = _function("sorting", "The permutation matrix s for which s.T @ x @ s has its diagonal in falling order.")
+triangle = _function("triangle", "x with zeros below its diagonal.")
+norm_lower_bound = _function(
+    "norm_lower_bound",
+    "A lower bound of the spectral norm of a symmetric x, usually above 0.7 of it, in every place of its shape.",
+)
+identity = _function("identity", "The identity matrix of the shape of a square x.")
 
 
 def trace(x: Num) -> Any:

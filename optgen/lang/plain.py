@@ -20,18 +20,19 @@ LONG = 30
 """Characters from which on a value that is used several times gets a line of its own."""
 
 
-def _let_names(trace: Trace) -> list[str]:
-    """Return the names of a trace's lets: the last value of p and of each state is x[t], others get primes."""
-    kept = trace.new
-    names: list[str] = []
-    count = dict.fromkeys(("g", *kept), 0)
+def _named(trace: Trace) -> dict[str, Node]:
+    """Return the named values of a rule in order: the last value of p and of each state is x[t], others get primes."""
+    new, lines = trace.new, dict[str, Node]()
+    count = dict.fromkeys(("g", *new), 0)
     for let in trace.lets:
-        if let.name in kept and let.node is kept[let.name] and f"{let.name}[t]" not in names:
-            names.append(f"{let.name}[t]")
-        else:
+        name = f"{let.name}[t]"
+        if name in lines or let.node is not new.get(let.name):
             count[let.name] = count.get(let.name, -1) + 1
-            names.append(let.name + "'" * count[let.name])
-    return names
+            name = let.name + "'" * count[let.name]
+        lines[name] = let.node
+    for name in (x for x in new if x not in trace.inputs):
+        lines.setdefault(f"{name}[t]", new[name])
+    return lines
 
 
 def number(x: float | bool) -> str:
@@ -100,13 +101,12 @@ def _lines(trace: Trace) -> Iterator[str]:
 
     A value that an author's function returns unnamed is inlined, but one that recurs and is LONG is x1, x2, ...
     """
-    names = _let_names(trace)
-    nodes = postorder([*(let.node for let in trace.lets), *trace.new.values()])
+    named = _named(trace)
+    nodes = postorder(named.values())
     known = _leaf_names(trace, nodes)
     users = Counter(a.uid for node in nodes for a in node.args)
-    fresh = (name for name in map("x{}".format, count(1)) if name not in {*names, *known.values()})
-    rest = [(f"{x}[t]", node) for x, node in trace.new.items() if x not in trace.inputs and f"{x}[t]" not in names]
-    for name, root in [*zip(names, (let.node for let in trace.lets), strict=True), *rest]:
+    fresh = (name for name in map("x{}".format, count(1)) if name not in {*named, *known.values()})
+    for name, root in named.items():
         for node in postorder([root]):
             shared = users[node.uid] > 1 and node.uid not in known and node is not root
             if shared and len(text := _expression(node, known)) > LONG:

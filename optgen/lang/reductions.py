@@ -54,28 +54,24 @@ def _extent(x: Value, name: str) -> Value:
     return Value(ir.extent(name), x.record)
 
 
-def _size(x: Num, name: str) -> Any:
-    """Return the number of rows, columns or elements of the tensor that x has a value per element of."""
-    _check(x, name, ("elem",))
-    if isinstance(x, Value):
-        return _extent(x, name)
-    shape = tuple(getattr(x, "shape", ()))
-    return float(math.prod({"rows": shape[-2:-1], "columns": shape[-1:], "elements": shape}[name]))
+def _size(name: str, doc: str) -> Callable[[Num], Any]:
+    """Return the function of that name: a size of the tensor that x has a value per element of."""
+
+    def size(x: Num) -> Any:
+        _check(x, name, ("elem",))
+        if isinstance(x, Value):
+            return _extent(x, name)
+        shape = tuple(getattr(x, "shape", ()))
+        return float(math.prod({"rows": shape[-2:-1], "columns": shape[-1:], "elements": shape}[name]))
+
+    size.__name__ = size.__qualname__ = name
+    size.__doc__ = doc
+    return size
 
 
-def rows(x: Num) -> Num:
-    """The number of rows of the matrix of x."""
-    return _size(x, "rows")
-
-
-def columns(x: Num) -> Num:
-    """The number of columns of the matrix of x: the terms of a row's sum."""
-    return _size(x, "columns")
-
-
-def elements(x: Num) -> Num:
-    """The number of elements of x."""
-    return _size(x, "elements")
+rows = _size("rows", "The number of rows of the matrix of x.")
+columns = _size("columns", "The number of columns of the matrix of x: the terms of a row's sum.")
+elements = _size("elements", "The number of elements of x.")
 
 
 def _count(x: Value, target: Space) -> Value:
