@@ -10,7 +10,7 @@ The text is written over the vector types of `optgen.h`: F, I and M, whose width
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from optgen.backends.idioms import idiom
@@ -27,7 +27,7 @@ from optgen.backends.printer import (
     wrapped,
 )
 from optgen.ir.node import Node, is_const, postorder
-from optgen.ir.program import Let, Schedule, Store
+from optgen.ir.program import Let, Schedule, Store, Sweep
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
 from optgen.ops.prims import GATHERS
@@ -41,6 +41,7 @@ STORED: Mapping[str, str] = {
     "f32": "float", "bf16": "uint16_t", "f16": "uint16_t", "i32": "int32_t", "i16": "int16_t", "i8": "int8_t",
     "u8": "uint8_t", "u4": "uint8_t", "u2": "uint8_t", "u1": "uint8_t",
 }  # fmt: skip
+BLOCK_LIMITS: Mapping[str, str] = {"block_max": "largest", "block_min": "smallest"}
 # What the printed functions name themselves, call or receive, and C++'s own words.
 RESERVED = frozenset(
     "abs across ahead alignas alignof and and_eq apart as_float asm at auto b bfloat16 bitand bitor bits "
@@ -303,50 +304,67 @@ class Phase:
     block_stores: list[Store] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
 
+    @property
+    def roots(self) -> list[Node]:
+        """The nodes that the elements' loop computes."""
+        ends = [r.args[0] for r in self.reductions] + [wanted(s.node) for s in self.stores]
+        return [let.node for let in self.elements] + ends
+
+    @property
+    def block_roots(self) -> list[Node]:
+        """The nodes that the blocks' stage computes."""
+        return [let.node for let in self.blocks] + [s.node for s in self.block_stores]
+
 
 class Phases:
-    """The phases of a sweep: the one that computes each value, and the values that outlive theirs."""
+    """The phases of a sweep: the one that computes each value, and the values that outlive theirs.
 
-    def __init__(
-        self, schedule: Schedule, reserved: frozenset[str] = RESERVED, head: Mapping[int, str] | None = None
-    ) -> None:
+    reserved  names that a value may not have
+    head      node -> its name, of nodes that stand before all loops
+    raw       uids of loads that stay as they were loaded, such as a byte of each lane
+    kept      values of elements that a later phase reads
+    across    values of blocks that other loops read
+    """
+
+    def __init__(self, schedule: Schedule, reserved: frozenset[str], head: Mapping[int, str] | None = None) -> None:
         sweep = schedule.sweep
         self.program = schedule.program
         self.reserved = reserved
-        self.head = dict(head or {})  # names that stand before all loops
-        roots = [let.node for let in sweep.lets] + [s.node for s in sweep.stores]
-        self.nodes = list(postorder(roots))
-        self._level: dict[int, int] = {}
-        for n in self.nodes:
-            below = max((self._level[a.uid] for a in n.args), default=0)
-            self._level[n.uid] = below + (n.op in ("block_max", "block_min"))
-        self.phases = [Phase() for _ in range(1 + max(self._level.values(), default=0))]
+        self.head = dict(head or {})
+        self.nodes = list(postorder([*(let.node for let in sweep.lets), *(s.node for s in sweep.stores)]))
         self.name: dict[int, str] = {}
         self._taken = set(reserved) | {f"{b.name}_{x}" for b in self.program.buffers for x in ("at", "packed")}
         # Scalars keep their position; a name that means something here gets another.
         self.scalar = {let.name: self.fresh(let.name) for let in self.program.host}
-        for let in sweep.lets:
-            if let.node.op not in ("block_max", "block_min", "draw"):
-                self._name(let.node, let.name)
-                phase = self.phases[self._level[let.node.uid]]
-                (phase.blocks if let.node.space.name == "block" else phase.elements).append(let)
-        for n in self.nodes:
-            if n.op in ("block_max", "block_min"):
-                self.phases[self._level[n.args[0].uid]].reductions.append(n)
-                self.phases[self._level[n.uid]].found.append(n)
-                self._name(n, "largest_of_block" if n.op == "block_max" else "smallest_of_block")
-        for s in sweep.stores:  # every buffer is read in phase 0, before any is written
-            phase = self.phases[self._level[s.node.uid]]
-            block = self.program.buffer(s.buffer).space.name == "block"
-            (phase.block_stores if block else phase.stores).append(s)
+        self.phases = self._phases(sweep)
         # Loads that a later phase reads again are kept as whole numbers, all others stay as they were loaded.
-        loads = {n.uid for n in self.nodes if n.op == "load" and n.dtype.name in _RAW}
-        self.raw = frozenset(loads)
+        loads = frozenset(n.uid for n in self.nodes if n.op == "load" and n.dtype.name in _RAW)
+        self.raw = loads
         self._find_kept()
-        kept = loads & {n.uid for n in (*self.kept, *self.across)}
-        self.raw = frozenset(loads - kept)
+        self.raw = loads - {n.uid for n in (*self.kept, *self.across)}
         self._drop_unread()
         self._find_kept()
+
+    def _phases(self, sweep: Sweep) -> list[Phase]:
+        """Return the phases with their work; every buffer is read in the first, before any is written."""
+        level: dict[int, int] = {}
+        for n in self.nodes:
+            level[n.uid] = max((level[a.uid] for a in n.args), default=0) + (n.op in BLOCK_LIMITS)
+        phases = [Phase() for _ in range(1 + max(level.values(), default=0))]
+        for let in sweep.lets:
+            if let.node.op not in (*BLOCK_LIMITS, "draw"):
+                self._name(let.node, let.name)
+                phase = phases[level[let.node.uid]]
+                (phase.blocks if let.node.space.name == "block" else phase.elements).append(let)
+        for n in (n for n in self.nodes if n.op in BLOCK_LIMITS):
+            phases[level[n.args[0].uid]].reductions.append(n)
+            phases[level[n.uid]].found.append(n)
+            self._name(n, f"{BLOCK_LIMITS[n.op]}_of_block")
+        for s in sweep.stores:
+            phase = phases[level[s.node.uid]]
+            block = self.program.buffer(s.buffer).space.name == "block"
+            (phase.block_stores if block else phase.stores).append(s)
+        return phases
 
     def fresh(self, wanted: str) -> str:
         """Return a name that nothing else has; arrays are called `<name>_kept`, so no name ends like that."""
@@ -378,17 +396,6 @@ class Phases:
             return n.args
         return found.args
 
-    def phase_roots(self, k: int) -> list[Node]:
-        """Return the nodes that the elements' loop of phase k computes."""
-        phase = self.phases[k]
-        own = [r.args[0] for r in phase.reductions] + [wanted(s.node) for s in phase.stores]
-        return [let.node for let in phase.elements] + own
-
-    def draws(self, k: int) -> bool:
-        """Return True if the elements' loop of phase k draws random bits."""
-        own = {let.node.uid for let in self.phases[k].elements}
-        return any(n.op == "draw" for n in self.computed(self.phase_roots(k), own, set()).values())
-
     def _drop_unread(self) -> None:
         """Drop lets that the generated text does not read: a store takes a byte of a word, an idiom what was loaded."""
         roots = [wanted(s.node) for phase in self.phases for s in (*phase.stores, *phase.block_stores)]
@@ -402,56 +409,42 @@ class Phases:
         for phase in self.phases:
             phase.elements = [let for let in phase.elements if let.node.uid in seen]
 
-    def uses(self, roots: list[Node], own: set[int]) -> list[Node]:
-        """Named values that code for `roots` reads and that are not its `own`, the lets among the roots."""
-        out: dict[int, Node] = {}
-        seen: set[int] = set()
+    def walk(self, roots: list[Node], own: Container[int]) -> tuple[list[Node], set[Node]]:
+        """Return the named values of other loops that code for `roots` reads, in its order, and what it computes.
+
+        own  uids of the lets among the roots
+        """
+        read: list[Node] = []
+        seen: set[Node] = set()
         stack = list(reversed(roots))
         while stack:
             n = stack.pop()
-            if n.uid in seen:
+            if n in seen:
                 continue
-            seen.add(n.uid)
+            seen.add(n)
             if n.uid in self.name and n.uid not in own and not self._trivial(n):
-                out[n.uid] = n
+                read.append(n)
             else:
                 stack.extend(reversed(self.operands(n)))
-        return list(out.values())
+        return read, seen - set(read)
+
+    def of_elements(self, phase: Phase) -> tuple[list[Node], set[Node]]:
+        """Return the values of other loops that the elements' loop of a phase reads, and the nodes that it computes."""
+        return self.walk(phase.roots, {let.node.uid for let in phase.elements})
+
+    def read_of_blocks(self, phase: Phase) -> list[Node]:
+        """Return the values of other loops that the blocks' stage of a phase reads, but for what it has reduced."""
+        read, _ = self.walk(phase.block_roots, {let.node.uid for let in phase.blocks})
+        return [n for n in read if n not in phase.found]
 
     def _find_kept(self) -> None:
-        """kept: elements' values that a later phase reads; across: blocks' values that other loops read."""
-        self.kept: list[Node] = []
-        self.across: list[Node] = []
-        for k, phase in enumerate(self.phases):
-            own = {let.node.uid for let in phase.elements}
-            for n in self.uses(self.phase_roots(k), own):
-                if n.space.name == "block":
-                    self._add(self.across, n)
-                else:
-                    self._add(self.kept, n)
-            own = {let.node.uid for let in phase.blocks}
-            roots = [let.node for let in phase.blocks] + [s.node for s in phase.block_stores]
-            for n in self.uses(roots, own):
-                if all(n is not m for m in phase.found):
-                    self._add(self.across, n)
-
-    def computed(self, roots: list[Node], own: set[int], stop: set[int]) -> dict[int, Node]:
-        """Elements' nodes that a loop for the roots computes: not those of other phases, nor what is in `stop`."""
-        out: dict[int, Node] = {}
-        stack = list(roots)
-        while stack:
-            n = stack.pop()
-            foreign = n.uid in self.name and n.uid not in own and not self._trivial(n)
-            if n.uid in out or n.uid in stop or foreign or n.space.name != "elem":
-                continue
-            out[n.uid] = n
-            stack.extend(self.operands(n))
-        return out
-
-    @staticmethod
-    def _add(to: list[Node], n: Node) -> None:
-        if all(m is not n for m in to):
-            to.append(n)
+        kept, across = dict[Node, None](), dict[Node, None]()
+        for phase in self.phases:
+            read, _ = self.of_elements(phase)
+            kept |= dict.fromkeys(n for n in read if n.space.name != "block")
+            across |= dict.fromkeys(n for n in read if n.space.name == "block")
+            across |= dict.fromkeys(self.read_of_blocks(phase))
+        self.kept, self.across = list(kept), list(across)
 
 
 def assigned(plan: Phases, let: Let, printer: CppPrinter) -> tuple[str, str]:

@@ -5,9 +5,10 @@ A codec is a struct of the fields of a value in a tile: how they are read, and h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from optgen.backends import cpp
 from optgen.backends.codec import ROOT, Codec, X
 from optgen.backends.cpp import KEPT, STORED, CppPrinter, Phases, assigned, keep, read_kept, stored, tables, type_of
 from optgen.backends.cpp_text import NAMES, reached
@@ -15,7 +16,7 @@ from optgen.backends.printer import computed, with_comments
 from optgen.backends.triton_text import C
 from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
-from optgen.ir.program import Buffer, Schedule, Step
+from optgen.ir.program import Buffer, Step
 from optgen.ops import dtypes, spaces
 
 
@@ -30,13 +31,13 @@ class _CodecPhases(Phases):
     new    before the names of values of rows and columns: they are those of the new value
     """
 
-    def __init__(self, schedule: Schedule, given: Node | None = None, new: str = "") -> None:
-        skip = {given.uid} if given is not None else set()
+    def __init__(self, step: Step, given: Node | None = None, new: str = "") -> None:
+        schedule = step.sweeps[-1].schedule
         lets = tuple(
-            let for let in schedule.sweep.lets if let.node.uid not in skip and (let.node.op != "load" or given is None)
+            let for let in schedule.sweep.lets if let.node is not given and (let.node.op != "load" or given is None)
         )
-        head = {given.uid: "x"} if given is not None else {}
         self.new = new
+        head = {given.uid: "x"} if given is not None else {}
         super().__init__(replace(schedule, sweep=replace(schedule.sweep, lets=lets)), NAMES, head)
 
     def place(self, load: Node) -> str:
@@ -56,6 +57,10 @@ def _buffers(codec: Codec) -> list[Buffer]:
     return [known[name] for name in codec.names]
 
 
+def _block(codec: Codec) -> int:
+    return max((b.space.size or 1 for b in _buffers(codec)), default=1)
+
+
 def codec_structs(codec: Codec, name: str, doc: str, both: bool, small: Iterable[list[str]]) -> list[list[str]]:
     """The structs NAME_fields, which reads, and NAME_stochastic and NAME_nearest, which store.
 
@@ -63,18 +68,18 @@ def codec_structs(codec: Codec, name: str, doc: str, both: bool, small: Iterable
     small  static functions of NAME_fields: the work on values of rows and columns before and between sweeps
     """
     fields = f"{name}_fields"
-    nearest = _Encoder(codec, codec.nearest)
-    *head, end = _fields(codec, fields)
-    out = [[f"// {doc}", *head, *(f"    {line}" for function in small for line in function), end]]
+    nearest = _Encoder.of(codec, codec.nearest)
+    members = [*_Fields(codec).lines(fields), *(line for function in small for line in function)]
+    out = [[f"// {doc}", f"struct {fields} : Codec {{", *(f"    {x}" if x else "" for x in members), "};"]]
     if codec.encode is None:
-        return [*out, nearest.lines(f"{name}_nearest", fields)]
-    stochastic = _Encoder(codec, codec.encode)
-    out.append(stochastic.lines(f"{name}_stochastic", fields))
+        return [*out, nearest.lines(f"{name}_nearest", fields, _CODEC)]
+    stochastic = _Encoder.of(codec, codec.encode)
+    out.append(stochastic.lines(f"{name}_stochastic", fields, _CODEC))
     if not both:
         return out
     if nearest.extends(stochastic):
         return [*out, nearest.lines(f"{name}_nearest", f"{name}_stochastic", stochastic)]
-    return [*out, nearest.lines(f"{name}_nearest", fields)]
+    return [*out, nearest.lines(f"{name}_nearest", fields, _CODEC)]
 
 
 def table_lines(codecs: Iterable[Codec]) -> list[str]:
@@ -83,57 +88,69 @@ def table_lines(codecs: Iterable[Codec]) -> list[str]:
     return tables(root for step in steps for root in step.sweeps[-1].schedule.program.roots())
 
 
-def _fields(codec: Codec, struct: str) -> list[str]:
-    buffers, few = _buffers(codec), [x for x in codec.reads if x not in codec.names]
-    block = max((b.space.size or 1 for b in buffers), default=1)
-    out = [f"struct {struct} : Codec {{", f"    static constexpr int FIELDS = {len(buffers) + len(few)};"]
-    out += ["    static constexpr bool HAS_ROOT = true;"] if codec.root is not None else []
-    wide = bool(few) or any(b.dtype in (dtypes.f16, dtypes.f32) for b in buffers)
-    out += ["    static constexpr bool WIDE = true;"] if wide else []
-    made = []
-    for k, b in enumerate(buffers):
-        kind, address = STORED[b.dtype.name], "first" if k == 0 else f"more[{k - 1}]"
-        if b.dtype.packed:
-            out.append(f"    uint8_t *__restrict {b.name}_packed;")
-            made.append(f"{b.name}_packed((uint8_t *){address})")
-        else:
-            out.append(f"    {kind} *__restrict {b.name}_at;")
-            made.append(f"{b.name}_at(({kind} *){address})")
-    for k, name in enumerate(few, len(buffers)):
-        made.append(f"{name}_at((const float *){'first' if k == 0 else f'more[{k - 1}]'})")
-    if few:
-        out.append(f"    const float {', '.join(f'*__restrict {name}_at' for name in few)};")
-        out.append("    int mask = -1;")
-    packed = [b for b in buffers if b.dtype.packed]
-    # Codes of a value that has rows and columns lie in the blocks of other values.
-    out += [f"    alignas(64) uint8_t {b.name}_at[most_of({'WIDEST' if few else block})];" for b in packed]
-    plans = [(_CodecPhases(step.sweeps[-1].schedule), step) for step in (codec.decode, codec.root) if step]
-    kept: dict[str, str] = {}
-    stages: list[tuple[str, str]] = []
-    texts: list[list[str]] = []
-    known: set[str] = set()
-    (root,) = codec.root.sweeps[-1].schedule.sweep.stores if codec.root is not None else (None,)
-    for plan, step in plans:
-        function, arrays, lines = _reader(plan, step, root.node if root is not None else None)
-        kept |= arrays
-        texts.append(function)
-        stages += [line for line in lines if line[0] not in known]
-        known |= {line[0] for line in lines}
-    out += [f"    {line}" for line in _struct("In", kept, block)] if kept else []
-    more = "more" if len(made) > 1 else ""
-    out += ["", f"    {struct}(char *first, char *const *{more}) : {', '.join(made)} {{}}"]
-    if few:
-        out.append("    void within(int row_mask) { mask = row_mask; }")
-    if packed:
-        unpacked = " ".join(f"unpack<{b.dtype.bits}>({b.name}_at, {b.name}_packed, count);" for b in packed)
-        out.append(f"    void unpack_codes(int count) {{ {unpacked} }}")
-    if kept:
-        out.append("    void decode_blocks(int b) {")
-        out += [f"        {line}" for line in with_comments(stages, comment_mark="//")]
-        out += [f"        {_set('In', kept)}", "    }", "    In in(int b) const { return of_in[b]; }"]
-    for text in texts:
-        out += [f"    {line}" for line in text]
-    return [*out, "};"]
+class _Fields:
+    """The members of a struct that reads.
+
+    few        names of the values of rows and columns
+    arrays     values of blocks that its functions read, name -> type
+    stages     the lines that fill these arrays
+    functions  the functions `times` and `root`
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.buffers, self.block, self.has_root = _buffers(codec), _block(codec), codec.root is not None
+        self.packed = [b for b in self.buffers if b.dtype.packed]
+        self.few = [x for x in codec.reads if x not in codec.names]
+        self.arrays: dict[str, str] = {}
+        self.stages: dict[str, str] = {}
+        self.functions: list[list[str]] = []
+        (root,) = codec.root.sweeps[-1].schedule.sweep.stores if codec.root is not None else (None,)
+        for step in (codec.decode, codec.root):
+            if step is not None:
+                reader = _Reader(step, root.node if root is not None else None)
+                self.arrays |= reader.arrays
+                for line, comment in reader.stages:
+                    self.stages.setdefault(line, comment)
+                self.functions.append(reader.lines())
+
+    def lines(self, struct: str) -> list[str]:
+        """Return the members of the struct of this name."""
+        pointers, made = self._pointers()
+        out = [f"static constexpr int FIELDS = {len(made)};"]
+        wide = bool(self.few) or any(b.dtype in (dtypes.f16, dtypes.f32) for b in self.buffers)
+        flags = ["HAS_ROOT"] * self.has_root + ["WIDE"] * wide
+        out += [f"static constexpr bool {name} = true;" for name in flags]
+        out += pointers
+        # Codes of a value that has rows and columns lie in the blocks of other values.
+        size = "WIDEST" if self.few else self.block
+        out += [f"alignas(64) uint8_t {b.name}_at[most_of({size})];" for b in self.packed]
+        out += _struct("In", self.arrays, self.block) if self.arrays else []
+        more = "more" if len(made) > 1 else ""
+        out += ["", f"{struct}(char *first, char *const *{more}) : {', '.join(made)} {{}}"]
+        out += ["void within(int row_mask) { mask = row_mask; }"] if self.few else []
+        if self.packed:
+            unpacked = " ".join(f"unpack<{b.dtype.bits}>({b.name}_at, {b.name}_packed, count);" for b in self.packed)
+            out.append(f"void unpack_codes(int count) {{ {unpacked} }}")
+        if self.arrays:
+            stages = with_comments(list(self.stages.items()), comment_mark="//")
+            out += ["void decode_blocks(int b) {", *(f"    {x}" for x in (*stages, _set("In", self.arrays))), "}"]
+            out.append("In in(int b) const { return of_in[b]; }")
+        return [*out, *(line for function in self.functions for line in function)]
+
+    def _pointers(self) -> tuple[list[str], list[str]]:
+        """Return the declarations of pointers to what is stored, and their initializers."""
+        places = ["first", *(f"more[{k}]" for k in range(len(self.buffers) + len(self.few)))]
+        pointers, made = [], []
+        for b, place in zip(self.buffers, places, strict=False):
+            kind, name = STORED[b.dtype.name], f"{b.name}_{'packed' if b.dtype.packed else 'at'}"
+            pointers.append(f"{kind} *__restrict {name};")
+            made.append(f"{name}(({kind} *){place})")
+        for x, place in zip(self.few, places[len(self.buffers) :], strict=False):
+            made.append(f"{x}_at((const float *){place})")
+        if self.few:
+            pointers.append(f"const float {', '.join(f'*__restrict {x}_at' for x in self.few)};")
+            pointers.append("int mask = -1;")
+        return pointers, made
 
 
 def _struct(name: str, members: Mapping[str, str], block: int = 0) -> list[str]:
@@ -166,45 +183,52 @@ def _scalar_lines(plan: Phases, step: Step) -> list[str]:
     return [f"const F {plan.scalar[name]}({printer.text(node)});" for name, node in found]
 
 
-def _reader(
-    plan: _CodecPhases, step: Step, root: Node | None
-) -> tuple[list[str], dict[str, str], list[tuple[str, str]]]:
-    """The function `times` or `root`, the arrays of blocks' values that it reads, and the lines that fill them.
+class _Reader:
+    """The function `times` or `root` of a struct that reads.
 
-    root  what `root` returns, which `times` may call
+    step    decode, or root
+    root    the value that `root` returns, which `times` may call
+    arrays  blocks' values that the function reads, name -> type
+    stages  the lines that fill these arrays, with their comments
     """
-    (phase,) = plan.phases
-    plan.scalar[C] = C
-    scaled = {n.uid for n in plan.nodes if any(a.op == "sym" for a in postorder([n]))}
-    # What a coefficient meets is computed where it is known; an element's own loads come with it.
-    inside = [let for let in phase.blocks if let.node.uid in scaled]
-    phase.blocks = [let for let in phase.blocks if let.node.uid not in scaled]
-    own = {let.node.uid for let in (*inside, *phase.elements)}
-    (store,) = phase.stores or phase.block_stores
-    across = list(plan.uses([*(let.node for let in (*inside, *phase.elements)), store.node], own))
-    printer = CppPrinter(plan)
-    need = reached(across, ())
-    stages = [assigned(plan, let, printer) for let in phase.blocks if let.node.uid in need]
-    arrays = {plan.name[n.uid]: type_of(n.dtype) for n in across}
-    printer = CppPrinter(plan)
-    printer.names |= {n.uid: f"in.{plan.name[n.uid]}" for n in across}
-    known = {n.uid for n in across}
-    lines = []
-    if store.buffer != ROOT and root is not None and root.uid in plan.name:
-        known.add(root.uid)
-        name = printer.names[root.uid] = plan.name[root.uid]
-        lines = [(f"const F {name} = root(in, i);", "")]
-    wants = reached([store.node], known)
-    lines += [assigned(plan, let, printer) for let in (*inside, *phase.elements) if let.node.uid in wants]
-    body = [*_scalar_lines(plan, step), *with_comments(lines, comment_mark="//")]
-    if store.buffer == ROOT:
-        head, result = "F root(const In &in, int i) const {", _f(printer, store.node)
-    else:
-        node = store.node
-        factors = node.args if node.op == "mul" and node.uid not in printer.names else (node,)
-        texts = [*(_f(printer, a) for a in factors), *(["F(1.0f)"] if len(factors) == 1 else [])]
-        head, result = "Product times(F c, const In &in, int i) const {", f"{{{', '.join(texts)}}}"
-    return [head, *(f"    {line}" for line in body), f"    return {result};", "}"], arrays, stages
+
+    def __init__(self, step: Step, root: Node | None) -> None:
+        self.step, self.root = step, root
+        self.plan = plan = _CodecPhases(step)
+        (phase,) = plan.phases
+        plan.scalar[C] = C
+        scaled = {n.uid for n in plan.nodes if any(a.op == "sym" for a in postorder([n]))}
+        # What a coefficient meets is computed where it is known; an element's own loads come with it.
+        self.lets = [*(let for let in phase.blocks if let.node.uid in scaled), *phase.elements]
+        (self.store,) = phase.stores or phase.block_stores
+        own = {let.node.uid for let in self.lets}
+        self.across, _ = plan.walk([*(let.node for let in self.lets), self.store.node], own)
+        self.arrays = {plan.name[n.uid]: type_of(n.dtype) for n in self.across}
+        printer, need = CppPrinter(plan), reached(self.across, ())
+        blocks = [let for let in phase.blocks if let.node.uid in need and let.node.uid not in scaled]
+        self.stages = [assigned(plan, let, printer) for let in blocks]
+
+    def lines(self) -> list[str]:
+        """Return the function."""
+        plan, node = self.plan, self.store.node
+        printer = CppPrinter(plan)
+        printer.names |= {n.uid: f"in.{plan.name[n.uid]}" for n in self.across}
+        known = {n.uid for n in self.across}
+        lines = []
+        if self.store.buffer != ROOT and self.root is not None and self.root.uid in plan.name:
+            known.add(self.root.uid)
+            name = printer.names[self.root.uid] = plan.name[self.root.uid]
+            lines = [(f"const F {name} = root(in, i);", "")]
+        need = reached([node], known)
+        lines += [assigned(plan, let, printer) for let in self.lets if let.node.uid in need]
+        if self.store.buffer == ROOT:
+            head, result = "F root(const In &in, int i) const {", _f(printer, node)
+        else:
+            factors = node.args if node.op == "mul" and node.uid not in printer.names else (node,)
+            texts = [*(_f(printer, a) for a in factors), *(["F(1.0f)"] if len(factors) == 1 else [])]
+            head, result = "Product times(F c, const In &in, int i) const {", f"{{{', '.join(texts)}}}"
+        body = [*_scalar_lines(plan, self.step), *with_comments(lines, comment_mark="//"), f"return {result};"]
+        return [head, *(f"    {line}" for line in body), "}"]
 
 
 def _given(step: Step) -> tuple[Node, bool]:
@@ -218,54 +242,46 @@ def _given(step: Step) -> tuple[Node, bool]:
     return load, False
 
 
-_DEFAULTS = {"NOISE": 0, "LOOPS": 1, "ROOT_LOOP": 0, "READS": 1, "DRAWS": 0, "KEPT": 0}
-"""The constants of `Codec` in sweep.h, which a codec that has these numbers need not say."""
-
-
+@dataclass
 class _Encoder:
-    """The members of a struct that stores: its constants, arrays and functions.
+    """The members of a struct that stores; the members of none where nothing is given.
 
+    constants  those of `Codec` in sweep.h, which need not be given where they are the same
     arrays     name -> (type, size)
     heads      loop -> the struct of what it reads and finds of a block
     functions  (name, loop; -1 for a function of all loops) -> lines
+    rooted     True if the first loop begins with the root of the new value
+    simple     True for one loop without blocks' values
+    new        names of the values of rows and columns that encoding reads: the new ones
     """
 
-    def __init__(self, codec: Codec, step: Step) -> None:
+    constants: Mapping[str, int]
+    arrays: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    heads: Mapping[int, list[str]] = field(default_factory=dict)
+    functions: Mapping[tuple[str, int], list[str]] = field(default_factory=dict)
+    rooted: bool = False
+    simple: bool = True
+    new: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, codec: Codec, step: Step) -> _Encoder:
         given, rooted = _given(step)
-        self.given = codec.given
-        plan = _CodecPhases(step.sweeps[-1].schedule, given, "new_")
-        buffers = _buffers(codec)
-        block = max((b.space.size or 1 for b in buffers), default=1)
-        count = len(plan.phases)
-        level = next((k for k, phase in enumerate(plan.phases) if any(s.buffer == ROOT for s in phase.stores)), 0)
-        self.constants = {
-            "NOISE": max((int(n.attr[1]) for n in plan.nodes if n.op == "draw"), default=0),
-            "LOOPS": count,
-            "ROOT_LOOP": level,
-            "READS": sum(1 << k for k in range(count) if _reads_given(plan, k, given)),
-            "DRAWS": sum(1 << k for k in range(count) if plan.draws(k)),
-            "KEPT": len(plan.kept),
-        }
-        self.rooted = rooted
-        few = _few(plan)
+        plan, block = _CodecPhases(step, given, "new_"), _block(codec)
+        loops = [_Loop(plan, k, block) for k in range(len(plan.phases))]
+        few = _in_arrays(plan, loops)
         size = f"most_of({block}) / {block}"
         kept = [(n, f"most_of({block})") for n in plan.kept] + [(n, size) for n in few]
-        self.arrays = {plan.name[n.uid]: (f"alignas(64) {KEPT[type_of(n.dtype)]}", m) for n, m in kept}
-        self.arrays |= {plan.name[n.uid]: ("I", size) for phase in plan.phases for n in phase.reductions}
+        arrays = {plan.name[n.uid]: (f"alignas(64) {KEPT[type_of(n.dtype)]}", m) for n, m in kept}
+        arrays |= {plan.name[n.uid]: ("I", size) for loop in loops for n in loop.phase.reductions}
+        simple = len(loops) == 1 and not plan.phases[0].blocks
+        heads = {loop.k: [] if simple else loop.struct() for loop in loops}
         scalars = _scalar_lines(plan, step)
-        self.simple = count == 1 and not plan.phases[0].blocks
-        self.heads: dict[int, list[str]] = {}
-        self.functions: dict[tuple[str, int], list[str]] = {}
-        for k in range(count):
-            self.heads[k], functions = _loop(plan, k, scalars, self.simple, {n.uid for n in few}, block)
-            self.functions |= {(name, k): lines for name, lines in functions.items()}
-        packed = [b for b in buffers if b.dtype.packed]
-        if packed:
-            texts = [f"no_codes<BLOCK>({b.name}_at, blocks, live);" for b in packed]
-            texts += [f"pack<{b.dtype.bits}>({b.name}_packed, {b.name}_at, BLOCK * blocks);" for b in packed]
-            head = "template <int BLOCK> void pack_codes(int blocks, const int *live) {"
-            lines = [head, *(f"    {x}" for x in texts), "}"]
-            self.functions["pack_codes", -1] = lines
+        functions: dict[tuple[str, int], list[str]] = {}
+        for loop in loops:
+            functions |= {(name, loop.k): lines for name, lines in loop.functions(scalars, few, simple).items()}
+        if packed := [b for b in _buffers(codec) if b.dtype.packed]:
+            functions["pack_codes", -1] = _pack_codes(packed)
+        return cls(_constants(plan, loops, given), arrays, heads, functions, rooted, simple, codec.given)
 
     def _own(self, base: _Encoder) -> list[tuple[str, int]]:
         """Return the functions that differ from the base's, or take a struct that does."""
@@ -282,156 +298,174 @@ class _Encoder:
         less = base.functions.keys() <= self.functions.keys() and self.rooted == base.rooted
         return alike and less and len(self._own(base)) < len(self.functions)
 
-    def lines(self, struct: str, fields: str, base: _Encoder | None = None) -> list[str]:
-        """Return the struct, which inherits from `fields`, the base's struct if there is one."""
-        known = base.constants if base is not None else _DEFAULTS
-        arrays = base.arrays if base is not None else {}
-        constants = [f"{name} = {n}" for name, n in self.constants.items() if known.get(name) != n]
-        new = self.given if base is None else []
-        out = [f"struct {struct} : {fields} {{"]
-        out += [f"    static constexpr int {', '.join(constants)};"] if constants else []
-        out += ["    static constexpr bool ROOTED = true;"] if base is None and self.rooted else []
-        out += [f"    {line}" for line in _arrays({x: of for x, of in self.arrays.items() if x not in arrays})]
-        out += [f"    const float {', '.join(f'*__restrict new_{x}_at' for x in new)};"] if new else []
-        out += [""] if len(out) > 1 else []
-        out += _constructor(struct, fields, new) if new else [f"    using {fields}::{fields};"]
-        functions = list(self.functions) if base is None else self._own(base)
-        if base is not None:
-            hidden = [x for x in ("blocks", "head", "tail", "encode") if x in {name for name, _ in functions}]
-            out += [f"    using {', '.join(f'{fields}::{x}' for x in hidden)};"] if hidden else []
-        elif not self.simple:
-            out.append("    using Codec::blocks, Codec::head, Codec::tail;")
+    def lines(self, struct: str, fields: str, base: _Encoder) -> list[str]:
+        """Return the struct, which inherits from `fields`: the struct of the base if that has any functions."""
+        functions = self._own(base)
+        members = self._data(base)
+        members += [""] if members else []
+        new = () if base.new else self.new
+        members.append(_constructor(struct, fields, new) if new else f"using {fields}::{fields};")
+        if base.functions:  # a function hides those of its name that are inherited
+            names = {name for name, _ in functions}
+            hidden = [f"{fields}::{x}" for x in ("blocks", "head", "tail", "encode") if x in names]
+        else:
+            hidden = [] if self.simple else ["Codec::blocks", "Codec::head", "Codec::tail"]
+        members += [f"using {', '.join(hidden)};"] if hidden else []
         for name, k in functions:
-            head = self.heads[k] if name == "head" else []
-            if base is not None and base.heads.get(k) == self.heads.get(k):
-                head = []
-            out += [f"    {line}" for line in (*head, *self.functions[name, k])]
-        return [*out, "};"]
+            is_new = name == "head" and base.heads.get(k) != self.heads[k]
+            members += [*(self.heads[k] if is_new else []), *self.functions[name, k]]
+        return [f"struct {struct} : {fields} {{", *(f"    {x}" if x else "" for x in members), "};"]
+
+    def _data(self, base: _Encoder) -> list[str]:
+        """Return the constants and arrays that the base has not."""
+        constants = [f"{name} = {n}" for name, n in self.constants.items() if base.constants[name] != n]
+        out = [f"static constexpr int {', '.join(constants)};"] if constants else []
+        out += ["static constexpr bool ROOTED = true;"] if self.rooted and not base.rooted else []
+        out += _arrays({x: of for x, of in self.arrays.items() if x not in base.arrays})
+        new = [f"*__restrict new_{x}_at" for x in self.new if x not in base.new]
+        return out + ([f"const float {', '.join(new)};"] if new else [])
 
 
-def _constructor(struct: str, fields: str, new: Sequence[str]) -> list[str]:
+_CODEC = _Encoder({"NOISE": 0, "LOOPS": 1, "ROOT_LOOP": 0, "READS": 1, "DRAWS": 0, "KEPT": 0})
+"""The constants of `Codec` in sweep.h."""
+
+
+def _constants(plan: _CodecPhases, loops: Sequence[_Loop], given: Node) -> dict[str, int]:
+    return {
+        "NOISE": max((int(n.attr[1]) for n in plan.nodes if n.op == "draw"), default=0),
+        "LOOPS": len(loops),
+        "ROOT_LOOP": next((loop.k for loop in loops if any(s.buffer == ROOT for s in loop.phase.stores)), 0),
+        "READS": sum(1 << loop.k for loop in loops if given in loop.computed),
+        "DRAWS": sum(1 << loop.k for loop in loops if any(n.op == "draw" for n in loop.computed)),
+        "KEPT": len(plan.kept),
+    }
+
+
+def _pack_codes(packed: Iterable[Buffer]) -> list[str]:
+    """Return the function that packs the codes of a tile."""
+    texts = [f"no_codes<BLOCK>({b.name}_at, blocks, live);" for b in packed]
+    texts += [f"pack<{b.dtype.bits}>({b.name}_packed, {b.name}_at, BLOCK * blocks);" for b in packed]
+    head = "template <int BLOCK> void pack_codes(int blocks, const int *live) {"
+    return [head, *(f"    {x}" for x in texts), "}"]
+
+
+def _constructor(struct: str, fields: str, new: Sequence[str]) -> str:
     """The constructor of a struct that stores with new values of rows and columns, behind the fields."""
     places = ["FIELDS - 1", "FIELDS", *(f"FIELDS + {k}" for k in range(1, len(new)))]
     made = [f"new_{x}_at((const float *)more[{at}])" for x, at in zip(new, places, strict=False)]
-    head = f"    {struct}(char *first, char *const *more) : "
-    return [head + ", ".join([f"{fields}(first, more)", *made]) + " {}"]
+    return f"{struct}(char *first, char *const *more) : {', '.join([f'{fields}(first, more)', *made])} {{}}"
 
 
-def _reads_given(plan: _CodecPhases, k: int, given: Node) -> bool:
-    own = {let.node.uid for let in plan.phases[k].elements}
-    seen: set[int] = set()
-    stack = list(plan.phase_roots(k))
-    while stack:
-        n = stack.pop()
-        if n is given:
-            return True
-        if n.uid in seen or (n.uid in plan.name and n.uid not in own and not plan._trivial(n)):
-            continue
-        seen.add(n.uid)
-        stack.extend(plan.operands(n))
-    return False
+class _Loop:
+    """Loop k of an encoding: the work on blocks before it, its head and tail for a block, its work on elements.
 
+    computed  the nodes that the loop over elements computes
+    together  blocks' values that it reads, where the work on blocks makes all of them and the loop reduces nothing
+    members   (type, name, first value) of the blocks' values that it reads or finds: ("F", "inverse", "F(s_kept[b])")
+    """
 
-def _of_blocks(plan: _CodecPhases, k: int) -> list[Node]:
-    """Return the blocks' values that the elements' loop k reads."""
-    own = {let.node.uid for let in plan.phases[k].elements}
-    return [n for n in plan.uses(plan.phase_roots(k), own) if n.space.name == "block"]
+    def __init__(self, plan: _CodecPhases, k: int, block: int) -> None:
+        self.plan, self.k, self.block, self.phase = plan, k, block, plan.phases[k]
+        self.read, self.computed = plan.of_elements(self.phase)
+        self.of_blocks = [n for n in self.read if n.space.name == "block"]
+        own = {let.node.uid for let in self.phase.blocks}
+        alike = all(n.uid in own and type_of(n.dtype) != "M" for n in self.of_blocks)
+        self.together = self.of_blocks if alike and not self.phase.reductions else []
+        self.members = [(type_of(n.dtype), plan.name[n.uid], self._kept(n)) for n in self.of_blocks]
+        for n in self.phase.reductions:
+            least = "INT32_MIN" if n.op == "block_max" else "INT32_MAX"
+            self.members.append(("I", plan.name[n.uid], f"I({least})"))
 
+    def _kept(self, n: Node) -> str:
+        name, kind = self.plan.name[n.uid], type_of(n.dtype)
+        return f"I({name}_kept[b]) != I(0)" if kind == "M" else f"{kind}({name}_kept[b])"
 
-def _together(plan: _CodecPhases, k: int) -> list[Node]:
-    """Return these values where the blocks' stage of that loop makes all of them, and the loop reduces nothing."""
-    phase, found = plan.phases[k], _of_blocks(plan, k)
-    made = {let.node.uid for let in phase.blocks}
-    alike = all(n.uid in made and type_of(n.dtype) != "M" for n in found)
-    return found if alike and not phase.reductions else []
+    def struct(self) -> list[str]:
+        """Return the struct of the blocks' values that a loop reads and finds."""
+        if not self.members:
+            return [f"struct Head_{self.k} {{}};"]
+        return _struct(f"Head_{self.k}", self._types(), self.block if self.together else 0)
 
+    def _types(self) -> dict[str, str]:
+        return {name: kind for kind, name, _ in self.members}
 
-def _few(plan: _CodecPhases) -> list[Node]:
-    """Return the blocks' values that have arrays of their own."""
-    read: set[int] = set()
-    for k, phase in enumerate(plan.phases):
-        if not _together(plan, k):
-            read |= {n.uid for n in _of_blocks(plan, k)}
-        own = {let.node.uid for let in phase.blocks} | {n.uid for n in phase.found}
-        roots = [let.node for let in phase.blocks] + [s.node for s in phase.block_stores]
-        read |= {n.uid for n in plan.uses(roots, own)}
-    return [n for n in plan.across if n.uid in read and n.op not in ("block_max", "block_min")]
+    def functions(self, scalars: list[str], few: Collection[Node], simple: bool) -> dict[str, list[str]]:
+        """Return the functions by name: blocks, head, tail, encode.
 
+        scalars  the lines that compute what is made of constants
+        few      the blocks' values that have arrays of their own
+        simple   True for the one loop of an encoding without blocks' values
+        """
+        phase, k = self.phase, self.k
+        out: dict[str, list[str]] = {}
+        if phase.found or phase.blocks or phase.block_stores:
+            out["blocks"] = [f"void blocks(Loop<{k}>, int b) {{", *self._blocks(scalars, few), "}"]
+        if not simple:
+            values = {name: value for _, name, value in self.members}
+            order = [x for names in _by_kind(self._types()).values() for x in names]
+            found = f"of_head_{k}[b]" if self.together else f"{{{', '.join(values[x] for x in order)}}}"
+            out["head"] = [f"Head_{k} head(Loop<{k}>, int{' b' if values else ''}) const {{ return {found}; }}"]
+        if phase.reductions:
+            names = [self.plan.name[n.uid] for n in phase.reductions]
+            ends = " ".join(f"{name}_kept[b] = h.{name};" for name in names)
+            out["tail"] = [f"void tail(Loop<{k}>, const Head_{k} &h, int b) {{ {ends} }}"]
+        kind = "Head" if simple else f"Head_{k}"
+        head = f"F encode(Loop<{k}>, {kind} &h, int i, int end, F x, const N &noise) {{"
+        out["encode"] = [f"template <bool RAGGED, int VALUE, class N> {head}", *self._encode(scalars), "}"]
+        return out
 
-def _loop(
-    plan: _CodecPhases, k: int, scalars: list[str], simple: bool, few: set[int], block: int
-) -> tuple[list[str], dict[str, list[str]]]:
-    """The struct and functions of loop k: the blocks' stage before it, its head and tail for a block, its work on
-    elements."""
-    together = {plan.name[n.uid]: type_of(n.dtype) for n in _together(plan, k)}
-    phase, struct = plan.phases[k], list[str]()
-    out: dict[str, list[str]] = {}
-    if phase.found or phase.blocks or phase.block_stores:
+    def _blocks(self, scalars: list[str], few: Collection[Node]) -> list[str]:
+        """Return the lines of the work on the blocks' own values, a vector of blocks at a time."""
+        plan, phase = self.plan, self.phase
         printer = CppPrinter(plan)
         lines: list[tuple[str, str]] = [(x, "") for x in scalars]
         for n in phase.found:
-            name = plan.name[n.uid]
-            lines.append((f"const I {name} = {'largest' if n.op == 'block_max' else 'smallest'}({name}_kept + b);", ""))
-            printer.names[n.uid] = name
-        reduced = {n.uid for n in phase.found}
-        own = {let.node.uid for let in phase.blocks} | reduced
-        roots = [let.node for let in phase.blocks] + [s.node for s in phase.block_stores]
-        for n in plan.uses(roots, own - reduced):  # not what was reduced, which is of elements
-            if n.uid in reduced:
-                continue
-            name = plan.name[n.uid]
-            lines.append((f"const {type_of(n.dtype)} {name} = {read_kept(n, name, 'b')};", ""))
-            printer.names[n.uid] = name
+            name = printer.names[n.uid] = plan.name[n.uid]
+            lines.append((f"const I {name} = {cpp.BLOCK_LIMITS[n.op]}({name}_kept + b);", ""))
+        lines += self._reads(plan.read_of_blocks(phase), printer, "b")
         lines += [assigned(plan, let, printer) for let in phase.blocks]
-        lines += [(keep(n, plan.name[n.uid], "b"), "") for n in plan.across if n.uid in own and n.uid in few]
-        lines += [(_set(f"Head_{k}", together), "")] if together else []
+        own = [*(let.node for let in phase.blocks), *phase.found]
+        lines += [(keep(n, plan.name[n.uid], "b"), "") for n in plan.across if n in own and n in few]
+        if self.together:
+            lines.append((_set(f"Head_{self.k}", {plan.name[n.uid]: type_of(n.dtype) for n in self.together}), ""))
         lines += [(stored(plan, s, printer, "b"), "") for s in phase.block_stores]
-        body = (f"    {x}" for x in with_comments(lines, comment_mark="//"))
-        out["blocks"] = [f"void blocks(Loop<{k}>, int b) {{", *body, "}"]
-    printer, head = CppPrinter(plan), []
-    own = {let.node.uid for let in phase.elements}
-    lines = [(x, "") for x in scalars]
-    for n in plan.uses(plan.phase_roots(k), own):
-        name = plan.name[n.uid]
-        if n.space.name == "block":
-            value = f"({name}_kept[b])" if type_of(n.dtype) != "M" else f" = I({name}_kept[b]) != I(0)"
-            head.append((type_of(n.dtype), name, value))
-            printer.names[n.uid] = f"h.{name}"
-        else:
-            lines.append((f"const {type_of(n.dtype)} {name} = {read_kept(n, name, 'i')};", ""))
-            printer.names[n.uid] = name
-    for n in phase.reductions:
-        head.append(("I", plan.name[n.uid], f"({'INT32_MIN' if n.op == 'block_max' else 'INT32_MAX'})"))
-    lines += [assigned(plan, let, printer) for let in phase.elements]
-    for n in phase.reductions:
-        name, better = plan.name[n.uid], "larger" if n.op == "block_max" else "smaller"
-        lines.append((f"h.{name} = {better}<RAGGED>(h.{name}, {printer.text(n.args[0])}, i, end);", ""))
-    lines += [(keep(n, plan.name[n.uid], "i"), "") for n in plan.kept if n.uid in own]
-    root = "x"
-    for s in phase.stores:
-        if s.buffer == ROOT:
-            root = _f(printer, s.node)
-        else:
-            lines.append((stored(plan, s, printer, "i"), ""))
-    lines.append((f"return {root};", ""))
-    kind = "Head" if simple else f"Head_{k}"
-    if not simple:
-        members = {name: t for t, name, _ in head}
-        struct = _struct(f"Head_{k}", members, block if together else 0) if members else [f"struct Head_{k} {{}};"]
-        order = [x for own in _by_kind(members).values() for x in own]
-        values = {name: f"{t}{v}" if v.startswith("(") else v[3:] for t, name, v in head}
-        found = f"of_head_{k}[b]" if together else f"{{{', '.join(values[x] for x in order)}}}"
-        out["head"] = [f"Head_{k} head(Loop<{k}>, int{' b' if values else ''}) const {{ return {found}; }}"]
-    if phase.reductions:
-        ends = " ".join(f"{plan.name[n.uid]}_kept[b] = h.{plan.name[n.uid]};" for n in phase.reductions)
-        out["tail"] = [f"void tail(Loop<{k}>, const Head_{k} &h, int b) {{ {ends} }}"]
-    out["encode"] = [
-        "template <bool RAGGED, int VALUE, class N> "
-        f"F encode(Loop<{k}>, {kind} &h, int i, int end, F x, const N &noise) {{",
-        *(f"    {line}" for line in with_comments(lines, comment_mark="//")),
-        "}",
-    ]
-    return struct, out
+        return [f"    {x}" for x in with_comments(lines, comment_mark="//")]
+
+    def _reads(self, nodes: Iterable[Node], printer: CppPrinter, at: str) -> Iterator[tuple[str, str]]:
+        """Yield the lines that read values which other loops have kept."""
+        for n in nodes:
+            name = printer.names[n.uid] = self.plan.name[n.uid]
+            yield f"const {type_of(n.dtype)} {name} = {read_kept(n, name, at)};", ""
+
+    def _encode(self, scalars: list[str]) -> list[str]:
+        """Return the lines of the work on elements; it returns the root, or x where another loop has that."""
+        plan, phase = self.plan, self.phase
+        printer = CppPrinter(plan)
+        printer.names |= {n.uid: f"h.{plan.name[n.uid]}" for n in self.of_blocks}
+        lines: list[tuple[str, str]] = [(x, "") for x in scalars]
+        lines += self._reads((n for n in self.read if n not in self.of_blocks), printer, "i")
+        lines += [assigned(plan, let, printer) for let in phase.elements]
+        for n in phase.reductions:
+            name, better = plan.name[n.uid], "larger" if n.op == "block_max" else "smaller"
+            lines.append((f"h.{name} = {better}<RAGGED>(h.{name}, {printer.text(n.args[0])}, i, end);", ""))
+        own = [let.node for let in phase.elements]
+        lines += [(keep(n, plan.name[n.uid], "i"), "") for n in plan.kept if n in own]
+        root = "x"
+        for s in phase.stores:
+            if s.buffer == ROOT:
+                root = _f(printer, s.node)
+            else:
+                lines.append((stored(plan, s, printer, "i"), ""))
+        lines.append((f"return {root};", ""))
+        return [f"    {x}" for x in with_comments(lines, comment_mark="//")]
+
+
+def _in_arrays(plan: _CodecPhases, loops: Iterable[_Loop]) -> list[Node]:
+    """Return the blocks' values that have arrays of their own."""
+    read: set[Node] = set()
+    for loop in loops:
+        read |= set(plan.read_of_blocks(loop.phase)) | (set() if loop.together else set(loop.of_blocks))
+    return [n for n in plan.across if n in read and n.op not in cpp.BLOCK_LIMITS]
 
 
 __all__ = ["codec_structs", "table_lines"]

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from itertools import starmap
 
 from optgen.backends import triton, triton_text
 from optgen.backends.cpp import RESERVED, WORTH, CppPrinter, Phases, assigned, cost, type_of, wanted
 from optgen.backends.printer import ATOM, Text, with_comments
 from optgen.ir.node import Node
-from optgen.ir.program import Let, Schedule, Store
+from optgen.ir.program import Schedule, Store
 from optgen.ops import dtypes, spaces
 
 NAMES = RESERVED | frozenset(
@@ -60,72 +61,89 @@ class ValuePrinter(CppPrinter):
         return self.text(word) if type_of(word.dtype) == "F" else f"as_float({self.text(word)})"
 
 
+class _Lines:
+    """The lines of the functions of a rule.
+
+    values    value that a plan keeps -> its parameter
+    params    these parameters, of types S0, S1, ... that `template` names
+    sizes     the parameters of the tensor's sizes
+    scalars   the parameters of host scalars
+    pieces    the states of elements that are only multiplied
+    new       value -> what the rule makes of it
+    """
+
+    def __init__(
+        self, schedule: Schedule, nonneg: Collection[str], names: Iterable[str], loads: Iterable[str],
+        reserved: frozenset[str],
+    ) -> None:  # fmt: skip
+        """Collect what functions of these values need; `loads`: those that are read in lines of their own."""
+        sweep, program = schedule.sweep, schedule.program
+        self.pieces = triton_text.multiplied(schedule, nonneg)
+        self.values = {x: f"{x}_" if x in reserved else x for x in _but_weight(names)}
+        kinds = [f"S{k}" for k in range(len(self.values))]
+        self.params = [f"{kind} &{x}" for kind, x in zip(kinds, self.values.values(), strict=True)]
+        self.template = [f"template <{', '.join(f'class {kind}' for kind in kinds)}>"] if kinds else []
+        self.sizes = [f"extent_{x}" for x in triton.sizes(program)]
+        self.new = {s.buffer: s.node for s in sweep.stores if s.buffer in self.values or s.buffer == "p"}
+        read = {*loads} - {"p", "g", *self.pieces}
+        lets = tuple(let for let in sweep.lets if let.node.op != "load" or let.node.attr in read)
+        stores = tuple(starmap(Store, self.new.items()))
+        taken = reserved.union(self.values.values(), kinds, self.sizes)
+        self.plan = Phases(replace(schedule, sweep=replace(sweep, lets=lets, stores=stores)), taken)
+        self.scalars = [self.plan.scalar[let.name] for let in program.host]
+
+    def of(self, stored: Collection[str], names: Mapping[int, str] | None = None) -> list[str]:
+        """Return the lines that set these values and return the weight; `names`: node -> its text."""
+        plan, names = self.plan, names or {}
+        printer = ValuePrinter(plan, self.pieces, self.values)
+        printer.names |= {n.uid: str(n.attr) for n in plan.nodes if n.op == "load" and n.attr in ("p", "g")}
+        printer.names |= names
+        need = reached([self.new[x] for x in stored], names)
+        lines = [assigned(plan, let, printer) for let in plan.phases[0].elements if let.node.uid in need]
+        lines += [(f"{self.values[x]}.set({printer.of_float(self.new[x])});", "") for x in stored if x != "p"]
+        if "p" in stored:
+            lines.append((f"return {printer.of_float(self.new['p'])};", ""))
+        return with_comments(lines, comment_mark="//")
+
+
+def _but_weight(names: Iterable[str]) -> list[str]:
+    return [x for x in dict.fromkeys(names) if x not in ("p", "g")]
+
+
 def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str]) -> list[str]:
     """The struct of a sweep; `nonneg`: states of which no value is negative."""
-    sweep, program = schedule.sweep, schedule.program
-    elements = frozenset(b.name for b in program.buffers if b.role == "state" and b.space == spaces.elem)
-    pieces = triton_text.multiplied(schedule, nonneg, elements)
-    values = [x for x in dict.fromkeys((*sweep.reads, *(s.buffer for s in sweep.stores))) if x not in ("p", "g")]
-    states = {x: f"{x}_" if x in NAMES else x for x in values}
-    loads = {"p", "g", *pieces}
-    lets = tuple(let for let in sweep.lets if not (let.node.op == "load" and let.node.attr in loads))
-    plan = Phases(replace(schedule, sweep=replace(sweep, lets=lets)), NAMES | frozenset(states.values()))
-    host = [plan.scalar[let.name] for let in program.host]
-    given = {n.uid: str(n.attr) for n in plan.nodes if n.op == "load" and n.attr in ("p", "g")}
-    new = {s.buffer: s.node for s in sweep.stores}
-    out = [f"struct {kernel} {{  // {program.name}"]
-    out.append(f"    static constexpr int SCALARS = {len(host)}, APART = {{apart}};")
-    out += [f"    const F {', '.join(host)};"] if host else []
+    names = (*schedule.sweep.reads, *(s.buffer for s in schedule.sweep.stores))
+    rule = _Lines(schedule, nonneg, names, names, NAMES)
+    host = rule.scalars
+    apart, rows, functions = _functions(rule)
+    out = [f"static constexpr int SCALARS = {len(host)}, APART = {apart};"]
+    out += [f"static constexpr bool {row};" for row in rows]
+    out += [f"const F {', '.join(host)};"] if host else []
     made = ", ".join(f"{name}(scalars[{k}])" for k, name in enumerate(host))
-    out += ["", f"    explicit {kernel}(const float *{'scalars' if host else ''}){' : ' + made if host else ''} {{}}"]
-    types = [f"S{k}" for k in range(len(values))]
-    template = [f"    template <{', '.join(f'class {t}' for t in types)}>"] if types else []
-    params = [f"{t} &{states[x]}" for t, x in zip(types, values, strict=True)]
+    out += ["", f"explicit {kernel}(const float *{'scalars' if host else ''}){' : ' + made if host else ''} {{}}"]
+    for head, lines in functions:
+        out += [*rule.template, f"{head} const {{", *(f"    {x}" for x in lines), "}"]
+    return [f"struct {kernel} {{  // {schedule.program.name}", *(f"    {x}" if x else "" for x in out), "};"]
 
-    def body(printer: ValuePrinter, roots: Iterable[Node], stop: Collection[int]) -> list[tuple[str, str]]:
-        need = reached(roots, stop)
-        return [assigned(plan, let, printer) for let in plan.phases[0].elements if let.node.uid in need]
 
-    def function(head: str, lines: list[tuple[str, str]]) -> None:
-        out.extend([*template, f"    {head} const {{"])
-        out.extend(f"        {line}" for line in with_comments(lines, comment_mark="//"))
-        out.append("    }")
-
-    def setting(printer: ValuePrinter) -> list[tuple[str, str]]:
-        return [(f"{states[x]}.set({printer.of_float(n)});", "") for x, n in new.items() if x != "p"]
-
-    def printer_of(names: dict[int, str]) -> ValuePrinter:
-        printer = ValuePrinter(plan, pieces, states)
-        printer.names |= given | names
-        return printer
-
-    cut = _cut(new, plan)
+def _functions(rule: _Lines) -> tuple[int, list[str], list[tuple[str, list[str]]]]:
+    """Return `APART` of a sweep's struct, its rows of flags, and its functions: (head, lines)."""
+    taken = ", ".join(["F p", "F g", *rule.params])
+    states = _but_weight(rule.new)
+    cut = _cut(rule.new["p"], {x: rule.new[x] for x in states})
     if cut is None:
-        printer = printer_of({})
-        lines = body(printer, new.values(), ())
-        function(
-            f"F step({', '.join(['F p', 'F g', *params])})",
-            [*lines, *setting(printer), (f"return {printer.of_float(new['p'])};", "")],
-        )
-        apart = 0
-    else:
-        read, apart = cut
-        printer = printer_of({})
-        own = [n for x, n in new.items() if x != "p"]
-        lines = body(printer, own, ())
-        function(f"void states({', '.join(['F p', 'F g', *params])})", [*lines, *setting(printer)])
-        printer = printer_of({uid: f"{states[x]}.{how}()" for uid, (x, how) in read.items()})
-        lines = body(printer, [new["p"]], read)
-        taken = ", ".join(["F p", "F g", *(f"const {x}" for x in params)])
-        function(f"F weight({taken})", [*lines, (f"return {printer.of_float(new['p'])};", "")])
-        for name, how in (("NEXT", "next"), ("ROOT", "root")):
-            row = ", ".join(str((x, how) in read.values()).lower() for x in values)
-            out.insert(2, f"    static constexpr bool {name}[] = {{{row}}};")
-    if cut is None and values:
-        flags = ", ".join(["false"] * len(values))
-        out.insert(2, f"    static constexpr bool NEXT[] = {{{flags}}}, ROOT[] = {{{flags}}};")
-    out[1] = out[1].format(apart=apart)
-    return [*out, "};"]
+        flags = ", ".join(["false"] * len(rule.params))
+        rows = [f"NEXT[] = {{{flags}}}, ROOT[] = {{{flags}}}"] if flags else []
+        return 0, rows, [(f"F step({taken})", rule.of([*states, "p"]))]
+    read, apart = cut
+    rows = []
+    for name, how in (("ROOT", "root"), ("NEXT", "next")):
+        flags = ", ".join(str((x, how) in read.values()).lower() for x in rule.values)
+        rows.append(f"{name}[] = {{{flags}}}")
+    read_back = {uid: f"{rule.values[x]}.{how}()" for uid, (x, how) in read.items()}
+    taken_back = ", ".join(["F p", "F g", *(f"const {x}" for x in rule.params)])
+    of_weight = f"F weight({taken_back})", rule.of(["p"], read_back)
+    return apart, rows, [(f"void states({taken})", rule.of(states)), of_weight]
 
 
 def reached(roots: Iterable[Node], stop: Collection[int]) -> dict[int, Node]:
@@ -140,15 +158,11 @@ def reached(roots: Iterable[Node], stop: Collection[int]) -> dict[int, Node]:
     return out
 
 
-def _cut(new: dict[str, Node], plan: Phases) -> tuple[dict[int, tuple[str, str]], int] | None:
-    """Return the new states that the weight reads, and for which weights a loop of its own pays (`APART` in sweep.h).
-
-    None where it needs more than them, the gradient and itself.
-    """
-    states = {n.uid: x for x, n in new.items() if x != "p" and n.op not in ("load", "const", "sym")}
+def _reads_of(weight: Node, states: Mapping[int, str]) -> tuple[dict[int, tuple[str, str]], dict[int, Node]]:
+    """Return the new states, or their roots, that a weight reads, and the nodes that follow from them."""
     read: dict[int, tuple[str, str]] = {}
     own: dict[int, Node] = {}
-    stack = [new["p"]]
+    stack = [weight]
     while stack:
         n = stack.pop()
         if n.uid in own or n.uid in read:
@@ -157,16 +171,24 @@ def _cut(new: dict[str, Node], plan: Phases) -> tuple[dict[int, tuple[str, str]]
             read[n.uid] = states[n.uid], "next"
         elif n.op == "sqrt" and n.args[0].uid in states:
             read[n.uid] = states[n.args[0].uid], "root"
-        elif n.op == "load" and n.attr not in ("p", "g"):
-            return None
         else:
             own[n.uid] = n
             stack.extend(n.args)
-    shared = reached([n for x, n in new.items() if x != "p"], ())
-    work = [n for n in own.values() if n.space == spaces.elem and n.op != "const"]
-    if not read or cost(n for n in work if n.uid in shared) > 1:
+    return read, own
+
+
+def _cut(weight: Node, states: Mapping[str, Node]) -> tuple[dict[int, tuple[str, str]], int] | None:
+    """Return the new states that the weight reads, and for which weights a loop of its own pays (`APART` in sweep.h).
+
+    None where it needs more than them, the gradient and itself.
+    """
+    made = {n.uid: x for x, n in states.items() if n.op not in ("load", "const", "sym")}
+    read, own = _reads_of(weight, made)
+    if not read or any(n.op == "load" and n.attr not in ("p", "g") for n in own.values()):
         return None
-    return read, 2 if cost(work) >= WORTH else 1
+    work = [n for n in own.values() if n.space == spaces.elem and n.op != "const"]
+    shared = reached(states.values(), ())
+    return None if cost(n for n in work if n.uid in shared) > 1 else (read, 2 if cost(work) >= WORTH else 1)
 
 
 # -- stages
@@ -181,39 +203,14 @@ def stage_function(
     title   a comment above it
     static  True for one of a struct
     """
-    sweep, program = schedule.sweep, schedule.program
-    elements = frozenset(b.name for b in program.buffers if b.role == "state" and b.space == spaces.elem)
-    pieces = triton_text.multiplied(schedule, nonneg, elements)
-    stored = triton_text.stored(schedule)
-    new = {s.buffer: s.node for s in schedule.sweep.stores}
-    sums = [term.partials[0].name for term in triton.terms(schedule)]
-    names = [x for x in dict.fromkeys((*sweep.reads, *(s.buffer for s in stored), *sums)) if x not in ("p", "g")]
-    values = {x: f"{x}_" if x in _OF_STAGES else x for x in names}
-    kinds = {x: f"S{k}" for k, x in enumerate(names)}
-    lets = tuple(let for let in sweep.lets if _is_named(let, elements - pieces))
-    sizes = [f"extent_{x}" for x in triton.sizes(program)]
-    taken = frozenset((*values.values(), *kinds.values(), *sizes))
-    kept = tuple(Store(x, n) for x, n in new.items() if x in values or x == "p")
-    plan = Phases(replace(schedule, sweep=replace(sweep, lets=lets, stores=kept)), _OF_STAGES | taken)
-    printer = ValuePrinter(plan, pieces, values)
-    printer.names |= {n.uid: str(n.attr) for n in plan.nodes if n.op == "load" and n.attr in ("p", "g")}
-    lines = [assigned(plan, let, printer) for let in plan.phases[0].elements]
-    lines += [(f"{values[x]}.set({printer.of_float(new[x])});", "") for x in names if x in new]
-    if "p" in new:
-        lines.append((f"return {printer.of_float(new['p'])};", ""))
-    given = [f"F {x}" for x in ("p", "g") if x in sweep.reads]
-    given += [f"F {plan.scalar[let.name]}" for let in program.host] + [f"F {x}" for x in sizes]
-    given += [f"{kinds[x]} &{values[x]}" for x in names]
-    kind = "F" if "p" in new else "void"
-    head = [f"template <{', '.join(f'class {kinds[x]}' for x in names)}>"] if names else []
-    head.append(f"{'static ' * static}OPTGEN_INLINE {kind} {kernel}({', '.join(given)}) {{")
-    head[:0] = [title] if title else []
-    return [*head, *(f"    {line}" for line in with_comments(lines, comment_mark="//")), "}"]
-
-
-def _is_named(let: Let, states: Collection[str]) -> bool:
-    """Return True if a line names the value of a let: of loads, what is decoded."""
-    return let.node.op != "load" or let.node.attr in states
+    reads = schedule.sweep.reads
+    stored = [s.buffer for s in triton_text.stored(schedule)] + [t.partials[0].name for t in triton.terms(schedule)]
+    stage = _Lines(schedule, nonneg, (*reads, *stored), triton_text.states_of(schedule.program), _OF_STAGES)
+    given = [f"F {x}" for x in ("p", "g") if x in reads] + [f"F {x}" for x in (*stage.scalars, *stage.sizes)]
+    kind = "F" if "p" in stage.new else "void"
+    head = f"{'static ' * static}OPTGEN_INLINE {kind} {kernel}({', '.join([*given, *stage.params])}) {{"
+    lines = stage.of([x for x in (*stage.values, "p") if x in stage.new])
+    return [*([title] if title else []), *stage.template, head, *(f"    {line}" for line in lines), "}"]
 
 
 __all__ = ["NAMES", "ValuePrinter", "reached", "rule_struct", "stage_function"]

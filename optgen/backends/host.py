@@ -86,11 +86,8 @@ def scalars_function(program: Program, unpack: tuple[Unpack, ...], function: str
     """`def function(step, grad_scale, *, hypers..., host states...) -> scalars, then new host states`."""
     names = [u.name for u in unpack] + [name for name, _ in program.host_states]
     out = wrapped(f"def {function}(", ["step", "grad_scale", *(["*", *names] if names else [])])
-    nodes = [let.node for let in (*program.host, *program.host_stores)]
-    read = {n.attr for n in postorder(nodes) if n.op == "sym"}
-    for u in unpack:
-        if u.parts != (u.name,) and read & set(u.parts):
-            out.append(f"    {', '.join(u.parts)} = {u.name}")
+    read = {n.attr for n in postorder(_roots(program)) if n.op == "sym"}
+    out += [f"    {', '.join(u.parts)} = {u.name}" for u in unpack if u.parts != (u.name,) and read & set(u.parts)]
     printer = HostPrinter(program)
     lines = [(f"{let.name} = {printer.bind(let)}", comment_of(let)) for let in _shared(program, _statements(program))]
     out += [f"    {line}" for line in with_comments(lines)]
@@ -100,10 +97,14 @@ def scalars_function(program: Program, unpack: tuple[Unpack, ...], function: str
     return out + [f"    {line}" for line in wrapped("return (", values, ")")]
 
 
+def _roots(program: Program) -> list[Node]:
+    return [let.node for let in (*program.host, *program.host_stores)]
+
+
 def _statements(program: Program) -> list[Let]:
     """The author's host lets that a scalar or a host state is made of, then the scalars themselves."""
     scalars = {let.node.uid for let in program.host}
-    live = {n.uid for n in postorder([let.node for let in (*program.host, *program.host_stores)])}
+    live = {n.uid for n in postorder(_roots(program))}
     taken = {let.name for let in program.host} | set(program.hypers) | {"abs", *HELPERS}
     out = []
     for let in program.host_locals:

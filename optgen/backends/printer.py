@@ -128,15 +128,18 @@ def straight(n: Node) -> tuple[Node, list[Node]] | None:
     while any(x.op == n.op for x in leaves):
         leaves = [y for x in leaves for y in (x.args if x.op == n.op else [x])]
     x = leaves[0].args[1] if leaves[0].op == "fma" else n
-    if len(leaves) < 3 or not all(y.op == "fma" and y.args[1] is x for y in leaves):
-        return None
-    if not all(a.op == "const" for y in leaves for a in (y.args[0], y.args[2])):
+    if len(leaves) < 3 or not all(_is_line(y, x) for y in leaves):
         return None
     rounds = leaves
     while len(rounds) > 1:
         pairs = zip(rounds[::2], rounds[1::2], strict=False)
         rounds = [ir.op(n.op, a, b) for a, b in pairs] + rounds[len(rounds) & ~1 :]
     return (x, leaves) if rounds == [n] else None
+
+
+def _is_line(node: Node, x: Node) -> bool:
+    """Return True for fma(a, x, b) of constants a and b."""
+    return node.op == "fma" and node.args[1] is x and node.args[0].op == node.args[2].op == "const"
 
 
 def with_comments(lines: list[tuple[str, str]], limit: int = 116, comment_mark: str = "#") -> list[str]:
@@ -158,18 +161,16 @@ def comment_of(let: Let) -> str:
     return f"{let.loc.line}  {let.line}" if let.loc is not None and let.line else ""
 
 
-def wrapped(
-    head: str, names: Sequence[str], close: str = "):", indent: str = "    ", whole: int = 116, limit: int = 115
-) -> list[str]:
+def wrapped(head: str, names: Sequence[str], close: str = "):", whole: int = 116, limit: int = 115) -> list[str]:
     """head + names + close: one line of up to `whole` columns, or a new line each time `limit` columns are full."""
     one = head + ", ".join(names) + close
     if len(one) <= whole:
         return [one]
-    out, line = [head], indent
+    out, line = [head], "    "
     for name in names:
         if len(line) + len(name) > limit:
             out.append(line.rstrip())
-            line = indent
+            line = "    "
         line += f"{name}, "
     return [*out, line.rstrip(), close]
 
@@ -193,25 +194,12 @@ computed = Rewriter(_number)
 """Replaces functions of numbers alone by the number."""
 
 
-TITLES = {"decode": "load and decode", "update": "update", "encode": "encode and store"}
-
-
 def bound_lines(sweep_lets: tuple[Let, ...], printer: Printer) -> dict[str, list[tuple[str, str]]]:
     """Stage -> (code, comment) of every let, binding their names as they come."""
     lines: dict[str, list[tuple[str, str]]] = {"decode": [], "update": [], "encode": []}
     for let in sweep_lets:
         lines[let.stage].append((f"{let.name} = {printer.bind(let)}", comment_of(let)))
     return lines
-
-
-def assemble(lines: dict[str, list[tuple[str, str]]], source: str = "") -> list[str]:
-    """The kernel's three blocks, each under its title."""
-    out: list[str] = []
-    for stage, title in TITLES.items():
-        if lines[stage]:
-            out.append(f"# -- {title}" + (f"  ({source})" if stage == "update" and source else ""))
-            out += with_comments(lines[stage])
-    return out
 
 
 def listed(name: str, numbers: tuple[float, ...]) -> list[str]:

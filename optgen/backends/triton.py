@@ -13,17 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from optgen.backends.idioms import lanes, printed
-from optgen.backends.printer import (
-    ATOM,
-    COMMON,
-    Printer,
-    Spelling,
-    Text,
-    function,
-    number,
-    shortest,
-    straight,
-)  # fmt: skip
+from optgen.backends.printer import ATOM, COMMON, Printer, Spelling, Text, function, number, shortest, straight
 from optgen.ir import node as ir
 from optgen.ir.node import Node, is_const, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule
@@ -139,41 +129,35 @@ def tables(program: Program, function: str) -> list[str]:
     they are long, loads."""
     out = []
     for n in _looks_up([program]):
-        values = [number(ir.const(x)) for x in n.attr.values]
-        if _is_long(n):
-            out += ["@triton.jit", f"def {function}_{n.op}_{n.attr}(x, table):", *_loads(n.op, values), "", ""]
-            continue
-        depth = len(values).bit_length() - (n.op == "lookup" and len(values) & (len(values) - 1) == 0)
-        out += ["@triton.jit", f"def {function}_{n.op}_{n.attr}(x):"]
-        if n.op == "lookup":
-            out.append(f'    """float32: entry number x of {len(values)}; a bit of x for each level of the tree."""')
-            out += [f"    b{k} = (x & {1 << k}) != 0" for k in range(depth)]
-            values += values[-1:] * ((1 << depth) - len(values))
-            out.append(f"    return {_tree(values, [f'b{k}' for k in reversed(range(depth))])}")
-        else:
-            out.append(f'    """int32: how many of {len(values)} numbers are <= x, found bit by bit."""')
-            for k in reversed(range(depth)):
-                bits = [f"b{i}" for i in range(k + 1, depth)][::-1]
-                out.append(f"    b{k} = x >= {_tree(values[(1 << k) - 1 :: 2 << k], bits)}")
-            words = [f"tl.where(b{k}, {1 << k}, 0)" for k in range(depth)]
-            out.append(f"    return {' | '.join(words)}")
-        out += ["", ""]
+        values, parameters = [number(ir.const(x)) for x in n.attr.values], "x, table" if _is_long(n) else "x"
+        body = _lookup(values, _is_long(n)) if n.op == "lookup" else _search(values, _is_long(n))
+        out += ["@triton.jit", f"def {function}_{n.op}_{n.attr}({parameters}):", *body, "", ""]
     return out
 
 
-def _loads(op: str, values: Sequence[str]) -> list[str]:
-    """The body of a function that reads a table in memory, as `in_memory` lays it out."""
-    if op == "lookup":
-        return [f'    """float32: entry number x of {len(values)}."""', "    return tl.load(table + x)"]
+def _lookup(values: list[str], in_memory: bool) -> list[str]:
+    doc = f'    """float32: entry number x of {len(values)}'
+    if in_memory:
+        return [f'{doc}."""', "    return tl.load(table + x)"]
+    depth = (len(values) - 1).bit_length()
+    bits = [f"    b{k} = (x & {1 << k}) != 0" for k in range(depth)]
+    padded = values + values[-1:] * ((1 << depth) - len(values))
+    tree = _tree(padded, [f"b{k}" for k in reversed(range(depth))])
+    return [f'{doc}; a bit of x for each level of the tree."""', *bits, f"    return {tree}"]
+
+
+def _search(values: list[str], in_memory: bool) -> list[str]:
     depth = len(values).bit_length()
+    lowest = depth - SELECTED if in_memory else 0
     out = [f'    """int32: how many of {len(values)} numbers are <= x, found bit by bit."""']
-    top = [f"b{k}" for k in reversed(range(depth - SELECTED, depth))]
-    for k in reversed(range(depth - SELECTED, depth)):
-        above = top[: depth - 1 - k]
+    for k in reversed(range(lowest, depth)):
+        above = [f"b{i}" for i in reversed(range(k + 1, depth))]
         out.append(f"    b{k} = x >= {_tree(values[(1 << k) - 1 :: 2 << k], above)}")
-    words = [f"tl.where({b}, {1 << i}, 0)" for i, b in enumerate(reversed(top))]
+    words = [f"tl.where(b{k}, {1 << k - lowest}, 0)" for k in range(lowest, depth)]
+    if not in_memory:
+        return [*out, f"    return {' | '.join(words)}"]
     out.append(f"    found = {' | '.join(reversed(words))}")
-    for level in range(SELECTED, depth):
+    for level in range(SELECTED, depth):  # as `in_memory` lays them out
         start = (1 << depth) - (2 << level)
         at = f"table + {start} + found" if start else "table + found"
         out.append(f"    found = found * 2 + (x >= tl.load({at})).to(tl.int32)")
@@ -291,22 +275,21 @@ class Term:
 
 def terms(schedule: Schedule) -> list[Term]:
     """The operands of the sweep's reductions, each once."""
-    program, found = schedule.program, dict[tuple[int, bool], list[Buffer]]()
-    nodes = {s.node.uid: s.node for s in schedule.sweep.stores}
+    program, found = schedule.program, dict[tuple[Node, bool], list[Buffer]]()
+    others = []
     for s in schedule.sweep.stores:
         b = program.buffer(s.buffer)
-        if b.role == "partial" and b.space != spaces.model:  # which the host adds up
-            found.setdefault((s.node.uid, b.reduction.endswith("max")), []).append(b)
-    fast = program.maths == "fast"
-    read = {a.uid for n in postorder(list(nodes.values())) for a in n.args} if fast else set()
-    read |= {s.node.uid for s in schedule.sweep.stores if program.buffer(s.buffer).role != "partial"}
-    out: list[Term] = []
-    for (uid, _), buffers in found.items():
-        node = nodes[uid]
-        splits = fast and node.op == "mul" and uid not in read and all(x.space == spaces.elem for x in node.args)
-        splits = splits and not buffers[0].reduction.endswith("max")
-        out.append(Term(node, tuple(buffers), node.args if splits else ()))
-    return out
+        if b.role != "partial":
+            others.append(s.node)
+        elif b.space != spaces.model:  # which the host adds up
+            found.setdefault((s.node, b.reduction.endswith("max")), []).append(b)
+    read = {a for n in postorder([s.node for s in schedule.sweep.stores]) for a in n.args} | {*others}
+
+    def factors(node: Node, is_max: bool) -> tuple[Node, ...]:
+        splits = program.maths == "fast" and node.op == "mul" and node not in read and not is_max
+        return node.args if splits and all(x.space == spaces.elem for x in node.args) else ()
+
+    return [Term(node, tuple(buffers), factors(node, is_max)) for (node, is_max), buffers in found.items()]
 
 
 def _printed_roots(schedule: Schedule) -> list[Node]:

@@ -14,17 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from optgen.backends import triton
 from optgen.backends.codec import ROOT, Codec, Known, X, lets_of, reading
-from optgen.backends.printer import (
-    ATOM,
-    Printer,
-    Text,
-    assemble,
-    bound_lines,
-    called,
-    computed,
-    with_comments,
-    wrapped,
-)  # fmt: skip
+from optgen.backends.printer import ATOM, Printer, Text, bound_lines, called, computed, with_comments, wrapped
 from optgen.backends.triton import TritonPrinter
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Let, Program, Schedule, Step, Store
@@ -74,9 +64,8 @@ class RulePrinter(TritonPrinter):
 
     def __init__(self, schedule: Schedule, nonneg: Collection[str]) -> None:
         super().__init__(schedule.program)
-        found = [b for b in schedule.program.buffers if b.role == "state" and b.space == spaces.elem]
-        self.states = frozenset(b.name for b in found)
-        self.pieces = multiplied(schedule, nonneg, self.states)
+        self.states = states_of(schedule.program)
+        self.pieces = multiplied(schedule, nonneg)
 
     def express(self, node: Node) -> Text:
         if node.uid not in self.names:
@@ -87,8 +76,13 @@ class RulePrinter(TritonPrinter):
         return super().express(node)
 
 
-def multiplied(schedule: Schedule, nonneg: Collection[str], states: frozenset[str]) -> frozenset[str]:
-    """Return those of the states of which nothing is read but products with host scalars.
+def states_of(program: Program) -> frozenset[str]:
+    """Return the states of elements."""
+    return frozenset(b.name for b in program.buffers if b.role == "state" and b.space == spaces.elem)
+
+
+def multiplied(schedule: Schedule, nonneg: Collection[str]) -> frozenset[str]:
+    """Return the states of elements of which nothing is read but products with host scalars.
 
     nonneg  states whose codec may take the root of such a scalar: it is known to be in [0, LARGEST]
     """
@@ -96,16 +90,22 @@ def multiplied(schedule: Schedule, nonneg: Collection[str], states: frozenset[st
     if program.maths == "strict":
         return frozenset()
     intervals = Intervals(triton.scalar_ranges(program))
-    nodes = list(postorder([s.node for s in schedule.sweep.stores]))
+    nodes = postorder([s.node for s in schedule.sweep.stores])
     bare = {s.node.attr for s in schedule.sweep.stores if s.node.op == "load"}
     for n in nodes:
-        scalar = next((a for a in n.args[:2] if n.op in ("mul", "fma") and a.op in ("sym", "const")), None)
-        products = n.args[:2] if scalar is not None else ()
-        bare |= {a.attr for a in n.args if a.op == "load" and (a not in products or a in n.args[2:])}
-        low, high = (0.0, 0.0) if scalar is None else intervals(scalar)
-        if low < 0 or high > LARGEST:
-            bare |= {a.attr for a in products if a.op == "load" and a.attr in nonneg}
-    return frozenset(n.attr for n in nodes if n.op == "load" and n.attr in states) - bare
+        bare |= _bare(n, nonneg, intervals)
+    return states_of(program).intersection(n.attr for n in nodes if n.op == "load") - bare
+
+
+def _bare(node: Node, nonneg: Collection[str], intervals: Intervals) -> set[str]:
+    """Return the buffers of which a node reads more than a product with a host scalar."""
+    loads = [a for a in node.args if a.op == "load"]
+    scalar = next((a for a in node.args[:2] if node.op in ("mul", "fma") and a.op in ("sym", "const")), None)
+    if scalar is None:
+        return {a.attr for a in loads}
+    low, high = intervals(scalar)
+    is_root = low >= 0 and high <= LARGEST
+    return {a.attr for a in loads if a in node.args[2:] or (a.attr in nonneg and not is_root)}
 
 
 def stored(schedule: Schedule) -> list[Store]:
@@ -114,7 +114,7 @@ def stored(schedule: Schedule) -> list[Store]:
     return [s for s in schedule.sweep.stores if s.buffer not in summed]
 
 
-def sweep_functions(schedule: Schedule, kernel: str, nonneg: Collection[str], source: str) -> list[str]:
+def sweep_functions(schedule: Schedule, kernel: str, nonneg: Collection[str]) -> list[str]:
     """The tile function of a sweep, and the kernel that walks the tiles of a work item.
 
     nonneg  states of which no value is negative
@@ -123,11 +123,11 @@ def sweep_functions(schedule: Schedule, kernel: str, nonneg: Collection[str], so
     scalars = triton.scalars(program)
     args = ["table", "work", *(f"{h}: tl.float32" for h in scalars), "step_key: tl.int32", "SWEEP: tl.constexpr"]
     call = ["table", "work", f"{kernel}_tile", "SWEEP", *triton.in_tuple(scalars), "step_key"]
-    out = [*tile_function(schedule, kernel, nonneg, source), "", "", triton.ENTRY]
+    out = [*tile_function(schedule, kernel, nonneg), "", "", triton.ENTRY]
     return [*out, *wrapped(f"def {kernel}_sweep(", args), *(f"    {x}" for x in wrapped("walk(", call, close=")"))]
 
 
-def tile_function(schedule: Schedule, kernel: str, nonneg: Collection[str], source: str) -> list[str]:
+def tile_function(schedule: Schedule, kernel: str, nonneg: Collection[str]) -> list[str]:
     """The tile function of a sweep, with the functions that look numbers up for it."""
     program = schedule.program
     printer = RulePrinter(schedule, nonneg)
@@ -145,7 +145,7 @@ def tile_function(schedule: Schedule, kernel: str, nonneg: Collection[str], sour
     given = ["PLAN: tl.constexpr", *names, *sizes, *host, "live", "MASKED: tl.constexpr"]
     out = [*triton.tables(program, "table"), "@triton.jit", *wrapped(f"def {kernel}_tile(", given)]
     out.append(f'    """{_made(schedule)}"""')
-    return out + [f"    {line}" for line in assemble(lines, source) if not line.startswith("# -- ")]
+    return out + [f"    {line}" for part in lines.values() for line in with_comments(part)]
 
 
 def _made(schedule: Schedule) -> str:
@@ -335,12 +335,14 @@ def codec_record(codec: Codec, name: str, *, plus: bool) -> list[str]:
     programs = _programs(codec)
     rules = {rule for p in programs for rule in p.rules}
     nodes = [n for p in programs for n in postorder(p.roots())]
-    looks_up = any(n.op in ("lookup", "search") for n in nodes) or "table" in rules
-    given += ["strict=True"] if programs[0].maths == "strict" else []
-    given += ["guards=True"] if "nan" in rules else []
-    given += ["looks_up=True"] if looks_up else []
-    given += ["lines=True"] if "table" in rules else []
-    given += ["plus=True"] if plus else []
+    has = {
+        "strict": programs[0].maths == "strict",
+        "guards": "nan" in rules,
+        "looks_up": "table" in rules or any(n.op in ("lookup", "search") for n in nodes),
+        "lines": "table" in rules,
+        "plus": plus,
+    }
+    given += [f"{key}=True" for key, value in has.items() if value]
     numbers = triton.in_memory(programs)
     given += [f"tables=({', '.join(numbers)},)"] if numbers else []
     small = [f"{name}_small_{k + 1}" for k in range(len(codec.small))]

@@ -44,7 +44,6 @@ def _module(header: str, lines: list[str], kernels: bool = True) -> str:
 
 def rule_text(spec: Spec, maths: Maths) -> str:
     """Return the text of generated/<rule>/triton.py."""
-    file = targets.source_name(spec.loc.file)
     made = kernel_text.rule_kernels(spec, maths)
     nonneg = {s.name for s in spec.states if s.nonneg}
     lines: list[str] = []
@@ -59,17 +58,13 @@ def rule_text(spec: Spec, maths: Maths) -> str:
                 lines += ["", "", *triton_text.level_functions([(k, s.schedule) for k, s in stages], known)]
                 continue
             for kernel, stage in stages:
-                lines += ["", "", *_sweep(stage.schedule, kernel, nonneg, file)]
+                lines += ["", "", *triton_text.sweep_functions(stage.schedule, kernel, nonneg)]
     return _module(targets.mark(spec.loc.file, f"{spec.name} · triton, {maths} maths"), lines)
-
-
-_sweep = triton_text.sweep_functions
 
 
 def tile_text(spec: Spec) -> str:
     """Return the text of generated/<rule>/strict.py: the functions of tiles and of small work, in strict maths, which
     the eager reference runs."""
-    file = targets.source_name(spec.loc.file)
     nonneg = {s.name for s in spec.states if s.nonneg}
     lines: list[str] = []
     known: dict[str, str] = {}
@@ -77,7 +72,7 @@ def tile_text(spec: Spec) -> str:
         if stage.call:
             continue
         if stage.is_sweep:
-            lines += ["", "", *triton_text.tile_function(stage.schedule, kernel, nonneg, file)]
+            lines += ["", "", *triton_text.tile_function(stage.schedule, kernel, nonneg)]
             continue
         function, text = triton_text.values_function(stage.schedule, kernel, known)
         lines += ["", "", *(text or [f"{kernel}_values = {function}"])]

@@ -296,11 +296,12 @@ def wide_reductions(fmt: Format) -> tuple[str, ...]:
     of either sign has no scale per row, which is a maximum of abs(x).
     """
     x, root = (Value(ir.load(name, dtypes.f32, spaces.elem)) for name in ("x", "root"))
-    noise = Noise(Value(ir.load("word", dtypes.i32, spaces.elem)), 0, fmt.noise_bits) if fmt.noise_bits else None
+    word = Value(ir.load("word", dtypes.i32, spaces.elem))
+    noise = Noise(word, 0, fmt.noise_bits) if fmt.noise_bits else None
     parts = fmt.encode(x, noise=noise, root=root if fmt.relative else None)
     wide = [n for n in ir.postorder([p.node for p in parts.values()]) if n.op in REDUCTIONS]
-    others = [n for n in wide if n.args[0].space == spaces.elem and n.args[0] is not x.node]
-    if others or wide and fmt.signed or any(n.space == spaces.tensor for n in wide):
+    of_others = any(n.args[0].space == spaces.elem and n.args[0] is not x.node for n in wide)
+    if of_others or (wide and fmt.signed) or any(n.space == spaces.tensor for n in wide):
         what = f"{type(fmt).__name__}, whose encoder reduces the tensor, signed values or others than x,"
         want = "row_max(x), col_max(x), row_mean(x) or col_mean(x) of states that are never negative, or blocks"
         raise UserError("E305", loc=getattr(fmt, "loc", None), what=what, want=want)

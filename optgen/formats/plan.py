@@ -49,14 +49,15 @@ def coded_trait(state: StateDecl, recurrence: Any) -> str:
     1 / (254 (1 - b)) of a block's largest number, a fifth from SLOW on), and states of low rank that declare nothing
     and are no averages, or have rank 1.
     """
+    kind = None if recurrence is None else recurrence.kind
     if state.rank and state.trait != "orthogonal":
-        average = state.normalized_by or state.nonneg or recurrence is not None and recurrence.kind == "ema"
-        if state.rank == 1 or not average or recurrence is not None and recurrence.kind in ("max", "min", "sum"):
+        average = state.normalized_by or state.nonneg or kind == "ema"
+        if state.rank == 1 or not average or kind in ("max", "min", "sum"):
             return ""
         return "low_rank_nonneg" if state.nonneg else "low_rank"
-    if state.trait != "symmetric" or recurrence is None or recurrence.kind in ("previous", "constant"):
+    if state.trait != "symmetric" or kind in (None, "previous", "constant"):
         return state.trait
-    fast = recurrence.kind == "ema" and recurrence.decay is not None and recurrence.decay < SLOW
+    fast = kind == "ema" and recurrence.decay is not None and recurrence.decay < SLOW
     return state.trait if fast else ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from optgen.formats.format import Field
@@ -33,10 +33,6 @@ def read(buffer: Buffer, record: Recorder | None = None) -> Value:
     return Value(ir.load(buffer.name, buffer.dtype, buffer.space), record)
 
 
-def normalizer(spec: Spec, state: str) -> str | None:
-    return next(d.normalized_by for d in spec.states if d.name == state)
-
-
 def untouched(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozenset[str]:
     """The states that a step under these flags leaves as they are kept, neither decoded nor encoded again.
 
@@ -49,7 +45,8 @@ def untouched(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> frozen
 
 def relative(spec: Spec, storage: Storage) -> dict[str, str]:
     """Return state -> the one that it is stored relative to."""
-    found = ((name, normalizer(spec, name)) for name, fmt in storage.states.items() if fmt.relative)
+    bases = {s.name: s.normalized_by for s in spec.states}
+    found = ((name, bases[name]) for name, fmt in storage.states.items() if fmt.relative)
     return {name: base for name, base in found if base is not None and base in storage.states}
 
 
@@ -119,7 +116,6 @@ def lower_rule(spec: Spec, flags: Mapping[str, bool]) -> Program:
     """
     trace, present = spec.trace(dict(flags)), spec.present(flags)
     held = {s.name: s.space for s in present}
-    old = {name: ir.load(name, dtypes.f32, space) for name, space in {"p": spaces.elem, **held}.items()}
     g = ir.op("mul", ir.sym(GRAD_SCALE), ir.load("g", dtypes.f32, spaces.elem))
     signed, scaled = Rewriter(_signed(spec)), Rewriter(lambda n: g if n.op == "load" and n.attr == "g" else n)
 
@@ -132,27 +128,34 @@ def lower_rule(spec: Spec, flags: Mapping[str, bool]) -> Program:
     together = tuple((s.name, s.normalized_by) for s in present if s.normalized_by in held)
     still = frozenset(settled(spec.unchanged(flags), dict(together)))
     body = [Let("g", g, "decode"), *lets]
-    stores = [Store(name, new[name]) for name in ("p", *held) if name not in still]
-    needed = [s.node for s in stores]
-    used, live = (set(ir.loads(nodes)) for nodes in ([*(let.node for let in body), *needed], needed))
-    buffers = [Buffer("p", dtypes.f32, spaces.elem, "param", "p")]
-    buffers += [Buffer("g", dtypes.f32, spaces.elem, "grad", "g", writes=False)]
-    buffers += [Buffer(name, dtypes.f32, space, "state", name) for name, space in held.items()]
-    buffers += [Buffer(name, dtypes.f32, spaces.elem, "draw", name, writes=False) for name in trace.draws]
-    rests = {b.name: b.name in live if b.owner in still else b.name in used for b in buffers}
+    stores = tuple(Store(name, new[name]) for name in ("p", *held) if name not in still)
     elements = [name for name, space in held.items() if space == spaces.elem and name not in still]
     hosts = spec.present_host(flags)
     return Program(
         name=spec.name,
-        buffers=tuple(replace(b, reads=rests[b.name], writes=b.writes and b.owner not in still) for b in buffers),
+        buffers=_buffers(held, trace.draws, still, body, stores),
         host=(),
         body=tuple(let for let in body if let.node.space is not spaces.host or let.stage == "update"),
-        stores=tuple(stores),
+        stores=stores,
         hypers=(*(part for h in spec.hypers for part in h.parts), GRAD_SCALE, "step", *(h.name for h in hosts)),
         ranges=hyper_ranges(spec),
         host_states=tuple((h.name, h.init) for h in hosts),
         host_stores=tuple(Let(name, node) for name, node in trace.host_states.items()),
-        kept=tuple(KeptValue(name, old[name], new[name]) for name in ("p", *elements)),
+        kept=tuple(KeptValue(x, ir.load(x, dtypes.f32, spaces.elem), new[x]) for x in ("p", *elements)),
         sums=tuple(dict.fromkeys(rewrite(node) for node, *_ in trace.sums)),
         together=together,
     )
+
+
+def _buffers(
+    held: Mapping[str, Space], draws: Iterable[str], still: Collection[str], body: list[Let], stores: tuple[Store, ...]
+) -> tuple[Buffer, ...]:
+    """Return the buffers of a rule; states that stay as they are kept are read by what is stored alone."""
+    needed = [s.node for s in stores]
+    live, used = set(ir.loads(needed)), set(ir.loads([*(let.node for let in body), *needed]))
+    buffers = [Buffer("p", dtypes.f32, spaces.elem, "param", "p")]
+    buffers += [Buffer("g", dtypes.f32, spaces.elem, "grad", "g", writes=False)]
+    buffers += [Buffer(name, dtypes.f32, space, "state", name) for name, space in held.items()]
+    buffers += [Buffer(name, dtypes.f32, spaces.elem, "draw", name, writes=False) for name in draws]
+    reads = {b.name: b.name in live if b.owner in still else b.name in used for b in buffers}
+    return tuple(replace(b, reads=reads[b.name], writes=b.writes and b.owner not in still) for b in buffers)

@@ -12,7 +12,7 @@ from optgen.ir.verify import verify
 from optgen.ops import spaces
 from optgen.passes import scalars
 from optgen.passes.convert import convert
-from optgen.passes.cut import Cut, cut
+from optgen.passes.cut import cut
 from optgen.passes.decompose import decompose
 from optgen.passes.fold import fold
 from optgen.passes.fuse import fuse
@@ -60,46 +60,35 @@ def _passed(stages: tuple[Callable[[Any], Any], ...], program: Program, log: Log
     return _once(stages, program, repr((program.ranges, program.host_states)))  # == does not tell 0.0 from -0.0
 
 
-def run(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | None = None) -> Schedule:
-    """A program that is one kernel -> its schedule; `log(stage, before, after)` sees every stage."""
-    program = replace(program, maths=maths, kept=())
-    verify(program, after="lower")
-    made: Schedule = _passed(SCHEDULE_PASSES, _passed(PROGRAM_PASSES, program, log), log)
-    return made
-
-
-def step(
-    program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | None = None, *, pieces: Cut | None = None
-) -> Step:
-    """A whole optimizer step -> its kernels; `pieces`: what `cut` made of the same program before."""
+def step(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | None = None) -> Step:
+    """Return the kernels of a whole optimizer step; `log(pass, before, after)` sees every pass."""
     whole = replace(program, maths=maths)
     verify(whole, after="lower")
-    if maths == "fast":
-        new = linear(whole)
+    if maths == "fast" and (new := linear(whole)) is not whole:
         verify(new, after="linear")
-        if log and new is not whole:
+        if log:
             log("linear", whole, new)
-        pieces = pieces if new is whole else None
         whole = new
-    found = pieces or cut(whole)
-    done = []
-    for piece in found.pieces:
+    pieces, early = cut(whole)
+    programs = []
+    for piece in pieces:
         verify(piece.program, after="cut")
-        if log and len(found.pieces) > 1:
+        if log and len(pieces) > 1:
             log("cut", whole, piece.program)
         of_piece = "strict" if piece.program.space == spaces.whole else maths
-        done.append(_passed(PROGRAM_PASSES, replace(piece.program, maths=of_piece), log))
-    programs, host = scalars.merged(done)
+        programs.append(_passed(PROGRAM_PASSES, replace(piece.program, maths=of_piece), log))
+    programs, host = scalars.merged(programs)
+    names = [let.name for let in host]
     stages = []
-    for piece, own in zip(found.pieces, programs, strict=True):
-        taken = tuple(next(i for i, let in enumerate(host) if let.name == x.name) for x in own.host)
+    for piece, own in zip(pieces, programs, strict=True):
+        taken = tuple(names.index(x.name) for x in own.host)
         stages.append(Stage(_passed(SCHEDULE_PASSES, own, log), piece.level, piece.why, taken))
-    whole = replace(whole, rules=tuple(sorted({*whole.rules, *(r for x in programs for r in x.rules)})))
-    locals_ = programs[0].host_locals if len(programs) == 1 else scalars.locals_of(programs)
-    return Step(whole, tuple(stages), host, locals_, found.early)
+    rules = {*whole.rules, *(rule for x in programs for rule in x.rules)}
+    whole = replace(whole, rules=tuple(sorted(rules)))
+    return Step(whole, tuple(stages), host, scalars.locals_of(programs), early)
 
 
 __all__ = [
     "PROGRAM_PASSES", "SCHEDULE_PASSES", "convert", "cut", "decompose", "fold", "fuse", "hoist", "linear", "name",
-    "place", "run", "share", "step",
+    "place", "share", "step",
 ]  # fmt: skip

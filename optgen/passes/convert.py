@@ -76,7 +76,7 @@ class Converter:
     def __call__(self, node: Node) -> Node:
         if node.op == "cast":
             return self.cast(node)
-        if node.dtype is dtypes.i32 and node.op in ("add", "sub", "max", "min", "lt", "le", "eq"):
+        if node.dtype is dtypes.i32 and node.op in ("add", "sub", "max", "min"):
             return self.integer(node)
         if node.op in ("lt", "le", "eq") and node.args[0].dtype is dtypes.i32:
             return self.decided(node)
@@ -86,7 +86,7 @@ class Converter:
             for b, x in (node.args, node.args[::-1]):
                 if b.space.name == "block" and (scaled := self.scaled(b, x)) is not None:
                     return scaled
-        if node.op == "sub" and node.dtype is dtypes.f32:
+        if node.op == "sub":
             x, c = node.args
             if c.op == "const" and x.op == "sub" and _is_counter(x.args[0]) and _small(c.attr + x.args[1].attr):
                 return ir.op("sub", x.args[0], ir.const(c.attr + x.args[1].attr))
@@ -122,27 +122,32 @@ class Converter:
 
     def cast(self, node: Node) -> Node:
         (x,) = node.args
+        if node.dtype is dtypes.i32:
+            return self.whole(node, x)
+        if node.dtype.is_int and node.dtype.bits < 32 and x.dtype is dtypes.i32:
+            return self.narrow(node, x)
         low, high = self.intervals(x)
         widens = node.dtype is dtypes.f32 and x.dtype is dtypes.i32
         if widens and node.space == spaces.elem and low >= 0 and high < 1 << 23:
             counter = ir.op("bitcast", ir.op("or", x, _int(PATTERN)), attr=dtypes.f32)
             return ir.op("sub", counter, ir.const(float(1 << 23)))
-        if node.dtype is dtypes.i32 and x.op == "rint":
+        return node
+
+    def whole(self, node: Node, x: Node) -> Node:
+        """Return a cast of x to i32."""
+        if x.op == "rint":
             rounded = ir.op("add", x.args[0], ir.const(ROUND))
             return _plus(ir.op("bitcast", rounded, attr=dtypes.i32), -ROUND_PATTERN)
-        if node.dtype is dtypes.i32 and x.op == "floor" and self.intervals(x.args[0])[0] >= 0:
+        if x.op == "floor" and self.intervals(x.args[0])[0] >= 0:
             return ir.op("cast", x.args[0], attr=dtypes.i32)
-        if node.dtype is dtypes.i32 and x.op == "cast" and x.args[0].dtype is dtypes.i32:
-            inner = self.intervals(x.args[0])
-            # The narrow type holds every value that went in: its interval was not cut.
-            if inner == (low, high) and x.dtype is not dtypes.i32:
-                return x.args[0]
-        if node.dtype.is_int and node.dtype.bits < 32 and x.dtype is dtypes.i32:
-            return self.narrow(node, x)
+        # The narrow type holds every value that went in: its interval was not cut.
+        narrowed = x.op == "cast" and x.args[0].dtype is dtypes.i32 and x.dtype is not dtypes.i32
+        if narrowed and self.intervals(x.args[0]) == self.intervals(x):
+            return x.args[0]
         return node
 
     def narrow(self, node: Node, x: Node) -> Node:
-        """A cast to a type that drops high bits of x."""
+        """Return a cast to a type that drops high bits of x."""
         modulus = 1 << node.dtype.bits
         if x.op == "and" and x.args[1].op == "const" and (x.args[1].attr + 1) % modulus == 0:
             return ir.op("cast", x.args[0], attr=node.dtype)
@@ -157,23 +162,24 @@ class Converter:
         return node
 
     def guard(self, node: Node) -> Node:
-        """where(x == x, bits(x) + i, NaN) as one minimum of integers."""
+        """Return where(x == x, bits(x) + i, NaN) as one minimum of integers."""
         if node.op != "where" or node.dtype is not dtypes.i32 or node.args[2].op != "const":
             return node
         same, y, other = node.args
-        if same.op != "eq" or same.args[0] is not same.args[1]:
-            return node
-        x = same.args[0]
-        # Results of arithmetic; a codec's value is one, or its NaN is made one (`Stage.picked`).
-        if x.op not in ARITHMETIC and not (x.op == "load" and x.attr in self.computed):
+        if same.op != "eq" or same.args[0] is not same.args[1] or not self._is_canonical(same.args[0]):
             return node
         for pattern, carry in (y.args, y.args[::-1]) if y.op == "add" else ((y, _int(0)),):
             low, high = self.intervals(carry)
-            if pattern.op == "bitcast" and pattern.args[0] is x and low >= 0 and high < 1 << 17 and other.attr >= NAN:
+            of_x = pattern.op == "bitcast" and pattern.args[0] is same.args[0]
+            if of_x and low >= 0 and high < 1 << 17 and other.attr >= NAN:
                 self.fired.add("nan")
                 kept = ir.op("min", pattern, _int(NAN))
                 return ir.op("add", kept, carry) if high else kept
         return node
+
+    def _is_canonical(self, x: Node) -> bool:
+        """Return True for results of arithmetic; a codec's value is one, or its NaN is made one (`Stage.picked`)."""
+        return x.op in ARITHMETIC or (x.op == "load" and x.attr in self.computed)
 
     def integer(self, node: Node) -> Node:
         x, y = node.args
@@ -191,13 +197,10 @@ class Converter:
 
     def decided(self, node: Node) -> Node:
         a, b = (self.intervals(x) for x in node.args)
-        if node.op == "eq":
-            apart = a[1] < b[0] or b[1] < a[0]
-            return ir.const(False, dtypes.boolean) if apart else node
-        strict = node.op == "lt"
+        strict = node.op != "le"
         if a[1] < b[0] or (not strict and a[1] == b[0]):
-            return ir.const(True, dtypes.boolean)
-        if b[1] < a[0] or (strict and b[1] == a[0]):
+            return ir.const(node.op != "eq", dtypes.boolean)
+        if b[1] < a[0] or (node.op == "lt" and b[1] == a[0]):
             return ir.const(False, dtypes.boolean)
         return node
 

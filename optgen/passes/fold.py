@@ -38,32 +38,40 @@ from optgen.ops.prims import PRIMS
 
 
 def exact(node: Node) -> Node:
-    """One EXACT step at a node whose operands are done."""
+    """Apply one EXACT rule to a node whose operands are done."""
     a = node.args
-    if node.op in ("add", "sub", "mul", "neg") and all(x.op == "const" for x in a) and node.dtype is dtypes.f32:
-        value = PRIMS[node.op].operator(*(x.attr for x in a))  # type: ignore[misc]
-        return ir.const(value) if math.isfinite(value) else node
-    if node.op == "mul" and node.dtype is dtypes.f32:
-        if is_const(a[1], 1.0):
-            return a[0]
-        if is_const(a[0], 1.0):
-            return a[1]
-    if node.op == "div" and is_const(a[1], 1.0):
-        return a[0]
-    if node.op == "sub" and is_const(a[1], 0.0) and math.copysign(1, a[1].attr) > 0:
-        return a[0]
-    if node.op == "neg" and a[0].op == "neg":
-        return a[0].args[0]
     if node.op == "where" and a[0].op == "const":
         return a[1] if a[0].attr else a[2]
+    if node.op == "neg" and a[0].op == "neg":
+        return a[0].args[0]
+    if node.dtype is dtypes.f32:
+        return _of_floats(node)
     if node.dtype is dtypes.boolean and any(x.op == "const" for x in a):
         return _of_truths(node)
+    return _of_words(node) if node.dtype is dtypes.i32 else node
+
+
+def _of_floats(node: Node) -> Node:
+    a, op = node.args, node.op
+    if op in ("add", "sub", "mul", "neg") and all(x.op == "const" for x in a):
+        value = PRIMS[op].operator(*(x.attr for x in a))  # type: ignore[misc]
+        return ir.const(value) if math.isfinite(value) else node
+    if op in ("mul", "div") and is_const(a[1], 1.0):
+        return a[0]
+    if op == "mul" and is_const(a[0], 1.0):
+        return a[1]
+    if op == "sub" and is_const(a[1], 0.0) and math.copysign(1, a[1].attr) > 0:
+        return a[0]
+    return node
+
+
+def _of_words(node: Node) -> Node:
+    a = node.args
     if node.op == "and" and a[0].op == "lshr" and a[1].op == "const":
         shift = a[0].args[1].attr
         if 0 <= a[1].attr < 1 << (32 - shift):  # the mask drops what an arithmetic shift would bring in
             return ir.op("and", ir.op("shr", a[0].args[0], a[0].args[1]), a[1])
-    shifts = ("shl", "shr", "lshr")
-    if node.op in ("and", "or", "xor", "add", "sub", *shifts) and node.dtype is dtypes.i32 and is_const(a[1], 0):
+    if node.op in ("and", "or", "xor", "add", "sub", "shl", "shr", "lshr") and is_const(a[1], 0):
         return a[1] if node.op == "and" else a[0]
     return node
 
@@ -124,10 +132,9 @@ class Grouper:
         self.memo: dict[int, Product] = {}
 
     def product(self, node: Node) -> Product:
-        found = self.memo.get(node.uid)
-        if found is None:
-            found = self.memo[node.uid] = self._product(node)
-        return found
+        if node.uid not in self.memo:
+            self.memo[node.uid] = self._product(node)
+        return self.memo[node.uid]
 
     def _product(self, node: Node) -> Product:
         if node.space == spaces.host:
@@ -138,30 +145,36 @@ class Grouper:
             p = self.product(node.args[0])
             return replace(p, host=exact(ir.op("neg", p.host or ir.const(1.0))))
         if node.op == "mul":
-            x, y = (self.product(a) for a in node.args)
-            if node.args[0] is node.args[1] and x.num == [node.args[0]]:
-                return Product(num=[node])  # a square that the author made first, such as that of a stored root
-            if node.space == spaces.elem:
-                x, y = self.apart(x, y)
-            return Product(_mul(x.host, y.host), _mul(x.block, y.block), x.num + y.num, x.den + y.den)
+            return self._of_mul(node)
         if node.op == "div":
             x, y = self.product(node.args[0]), self.denominator(node.args[1])
             if node.space == spaces.elem:
                 x, y = self.apart(x, y)
             return Product(_div(x.host, y.host), _div(x.block, y.block), x.num + y.den, x.den + y.num)
-        if node.op == "sqrt":
-            p = self.product(node.args[0])
-            factors = [x for x in (p.host, p.block) if x is not None]
-            # Below 0 the root of the product may exist where those of its factors do not.
-            if factors and all(self.intervals(x)[0] >= 0 for x in factors):
-                self.fired.add("root")
-                if not p.den and len(p.num) == 2 and p.num[0] is p.num[1]:  # whose square may be too large
-                    value = p.num[0]
-                    size = value if self.intervals(value)[0] >= 0 else ir.op("abs", value)
-                    return Product(_sqrt(p.host), _sqrt(p.block), [size])
-                inner = self.join(replace(p, host=None, block=None))
-                return Product(_sqrt(p.host), _sqrt(p.block), [ir.op("sqrt", inner)] if inner else [])
-        return Product(num=[node])
+        root = self._of_root(self.product(node.args[0])) if node.op == "sqrt" else None
+        return root or Product(num=[node])
+
+    def _of_mul(self, node: Node) -> Product:
+        x, y = (self.product(a) for a in node.args)
+        if node.args[0] is node.args[1] and x.num == [node.args[0]]:
+            return Product(num=[node])  # a square that the author made first, such as that of a stored root
+        if node.space == spaces.elem:
+            x, y = self.apart(x, y)
+        return Product(_mul(x.host, y.host), _mul(x.block, y.block), x.num + y.num, x.den + y.den)
+
+    def _of_root(self, p: Product) -> Product | None:
+        """Return the root of a product as that of its factors; None where it has one factor, or one below 0."""
+        factors = [x for x in (p.host, p.block) if x is not None]
+        # Below 0 the root of the product may exist where those of its factors do not.
+        if not factors or not all(self.intervals(x)[0] >= 0 for x in factors):
+            return None
+        self.fired.add("root")
+        if not p.den and len(p.num) == 2 and p.num[0] is p.num[1]:  # whose square may be too large
+            value = p.num[0]
+            size = value if self.intervals(value)[0] >= 0 else ir.op("abs", value)
+            return Product(_sqrt(p.host), _sqrt(p.block), [size])
+        inner = self.join(replace(p, host=None, block=None))
+        return Product(_sqrt(p.host), _sqrt(p.block), [ir.op("sqrt", inner)] if inner else [])
 
     def apart(self, x: Product, y: Product) -> tuple[Product, Product]:
         """The two, of which at most one has a block's factor left; in the other it has met its own element.

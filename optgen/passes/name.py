@@ -62,9 +62,7 @@ def name(schedule: Schedule) -> Schedule:
     holder: dict[str, int] = {}  # name -> uid of the node it currently names
     out = []
     for i, let in enumerate(sweep.lets):
-        # Arguments of the eager reference end in _tensor, what it keeps aside in _new.
-        clear = let.name not in taken and not let.name.endswith(("_tensor", "_new"))
-        base = let.name if clear else f"{let.name}_"
+        base = f"{let.name}_" if let.name in taken else let.name
         name = unique(base, {x for x, uid in holder.items() if last.get(uid, -1) > i})
         holder[name] = let.node.uid
         out.append(let if name == let.name else replace(let, name=name))

@@ -12,9 +12,8 @@ rewrite:
 from __future__ import annotations
 
 from optgen.ir.node import loads, postorder
-from optgen.ir.program import Let, Program, Schedule, Section, Store, Sweep
-
-_STAGES: tuple[Section, ...] = ("decode", "update", "encode")
+from optgen.ir.program import Let, Program, Schedule, Store, Sweep
+from optgen.passes.share import STAGES
 
 
 def _ordered(lets: tuple[Let, ...], stores: tuple[Store, ...]) -> tuple[Let, ...]:
@@ -23,7 +22,7 @@ def _ordered(lets: tuple[Let, ...], stores: tuple[Store, ...]) -> tuple[Let, ...
     needed = [named[n.uid] for n in postorder([s.node for s in stores]) if n.uid in named]
     done = {let.node.uid for let in needed}
     rest = [let for let in lets if let.node.uid not in done]
-    return tuple(sorted([*needed, *rest], key=lambda let: _STAGES.index(let.stage)))
+    return tuple(sorted([*needed, *rest], key=lambda let: STAGES.index(let.stage)))
 
 
 def place(program: Program) -> Schedule:

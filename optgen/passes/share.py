@@ -12,7 +12,7 @@ rewrite:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from optgen.ir.node import Node, postorder, unseen
@@ -21,46 +21,49 @@ from optgen.ops import dtypes, spaces
 
 # Too cheap to deserve a line of their own: a conversion or a shift of a loaded value.
 _INLINE = {"neg", "not"}
-_STAGES: tuple[Section, ...] = ("decode", "update", "encode")
+STAGES: tuple[Section, ...] = ("decode", "update", "encode")
 
 
 def share(program: Program) -> Program:
     """See the module's docstring."""
     roots = [s.node for s in program.stores]
     order = postorder(roots)
-    live = {n.uid for n in order}
-    uses = Counter([a.uid for n in order for a in n.args])
-    uses.update(r.uid for r in roots)
-    # A block's value that elements read gets a name, so that the broadcast is the only thing beside it.
-    beside = {a.uid for n in order if n.space is spaces.elem for a in n.args if a.space.name == "block" and a.args}
+    live, shared = {n.uid for n in order}, _shared(order, roots)
     named: dict[int, Let] = {}
     for let in program.body:
         if let.node.uid in live and let.node.args and let.node.space != spaces.host:
             named.setdefault(let.node.uid, let)
-    # Stage of a node that no line of the author made: decode if only decodes need it, else where it is first used.
-    lets = [let for let in program.body if let.node.uid in named and named[let.node.uid] is let]
+    names = {uid: let.name for uid, let in named.items()}
     out: list[Let] = []
-
     seen: set[Node] = set()
 
+    # Stage of a node that no line of the author made: decode if only decodes need it, else where it is first used.
     def emit(root: Node, stage: Section) -> None:
         for node in unseen(root, seen):
-            if node.space == spaces.host or not (node.args or node.op == "load"):
-                continue
             if node.op == "load":
                 out.append(Let(_load_name(node), node, "decode"))
             elif node.uid in named:
                 let = named[node.uid]
-                out.append(let if let.stage == stage else replace(let, stage=min(let.stage, stage, key=_STAGES.index)))
-            elif node.uid in beside or (uses[node.uid] > 1 and node.op not in _INLINE):
-                out.append(Let(_describe(node, named), node, stage))
+                out.append(let if let.stage == stage else replace(let, stage=min(let.stage, stage, key=STAGES.index)))
+            elif node.uid in shared:
+                out.append(Let(f"{nearest(node, names) or 'word'}_{node.op}", node, stage))
 
-    for let in lets:
+    for let in named.values():
         emit(let.node, let.stage)
     for store in program.stores:
         emit(store.node, "encode")
     # A kernel reads in three blocks; what an earlier block needs was given that block's stage above.
-    return replace(program, body=tuple(sorted(out, key=lambda let: _STAGES.index(let.stage))))
+    return replace(program, body=tuple(sorted(out, key=lambda let: STAGES.index(let.stage))))
+
+
+def _shared(order: Sequence[Node], roots: Sequence[Node]) -> set[int]:
+    """Return the uids of nodes that deserve a line: of operations that are read twice, and of blocks' values."""
+    uses = Counter([a.uid for n in order for a in n.args])
+    uses.update(r.uid for r in roots)
+    # A block's value that elements read gets a name, so that the broadcast is the only thing beside it.
+    beside = {a.uid for n in order if n.space is spaces.elem for a in n.args if a.space.name == "block"}
+    operations = [n for n in order if n.args and n.space != spaces.host]
+    return {n.uid for n in operations if n.uid in beside or (uses[n.uid] > 1 and n.op not in _INLINE)}
 
 
 def _load_name(node: Node) -> str:
@@ -70,16 +73,13 @@ def _load_name(node: Node) -> str:
     return f"{str(node.attr).removesuffix('_codes')}_code" if node.dtype.is_int else f"{node.attr}_stored"
 
 
-def _describe(node: Node, named: Mapping[int, Let]) -> str:
-    """A plain name by what the node does, and to what: the nearest value below that the author, the format or the
-    buffer has a name for, the left one of several."""
+def nearest(node: Node, names: Mapping[int, str]) -> str:
+    """Return the nearest name of an author, a format or a buffer below a node, the left one of several, or ""."""
     level, seen = [*node.args], set[Node]()
     while level:
         for n in level:
-            if n.uid in named:
-                return f"{named[n.uid].name}_{node.op}"
-            if n.op == "load":
-                return f"{n.attr}_{node.op}"
+            if n.uid in names or n.op == "load":
+                return names.get(n.uid, str(n.attr))
         seen.update(level)
         level = [a for n in level for a in n.args if a not in seen]
-    return f"word_{node.op}"
+    return ""

@@ -42,7 +42,7 @@ from optgen.formats import companders
 from optgen.formats.format import Format, FormatFinding, Severity, wide_reductions
 from optgen.formats.of_matrices import OfMatrix
 from optgen.formats.plan import Plan, Storage
-from optgen.ir.node import postorder, unseen
+from optgen.ir.node import loads, postorder, unseen
 from optgen.lang import probe
 from optgen.lang.spec import Recurrence, Spec
 from optgen.lower import needs_matrix, untouched
@@ -55,7 +55,6 @@ ORDER = {"error": 0, "warning": 1, "note": 2}
 TYPICAL = 0.9  # a decay that is 0 by default and in use
 STEPS, LOST = 1000, 0.5  # after so many steps the noise of a sum may be this much of what it is a multiple of
 LATE = 1e6 + 1  # the step of which decays are: first steps are forgotten, and it is no multiple of an interval
-
 
 LIFTS = (
     "a polar factor brings all singular values to 1, and with the small ones the noise of few bits: Muon's momentum in "
@@ -144,16 +143,15 @@ def amplified(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> list[F
     Residuals of low rank have none: what is left of their noise costs no more than that of 5 bits.
     """
     bits = {s.name: getattr(storage.states.get(s.name), "bits", 32) for s in spec.states if s.trait != "residual"}
-    kept, own = [name for name in bits if bits[name] <= 4], spec.evaluation
-    seen = [name for name in (own.states if own else ()) if bits.get(name, 32) <= 5]
-    found = [Finding("L20", "warning", name, EVALUATED) for name in seen]
-    nodes = list(postorder([spec.trace(dict(flags)).p])) if kept else []
+    evaluated = spec.evaluation.states if spec.evaluation else ()
+    found = [Finding("L20", "warning", name, EVALUATED) for name in evaluated if bits.get(name, 32) <= 5]
+    narrow = [name for name in bits if bits[name] <= 4]
+    nodes = postorder([spec.trace(dict(flags)).p]) if narrow else ()
     outside = [x for n in nodes[-1:] for x in unseen(n, {n for n in nodes if n.dtype is dtypes.boolean})]
-    polar, signs = [n for n in nodes if n.attr == "newton_schulz"], [n for n in outside if n.op == "sign"]
-    for code, reason, calls in (("L18", LIFTS, polar), ("L19", SIGNS, signs)):
-        read = {n.attr for n in postorder(calls) if n.op == "load"}
-        found += [Finding(code, "warning", name, reason) for name in kept if name in read]
-    return found
+    polar = loads(n for n in nodes if n.attr == "newton_schulz")
+    signs = loads(n for n in outside if n.op == "sign")
+    found += [Finding("L18", "warning", name, LIFTS) for name in narrow if name in polar]
+    return found + [Finding("L19", "warning", name, SIGNS) for name in narrow if name in signs]
 
 
 def vectors(spec: Spec) -> list[Finding]:
@@ -186,7 +184,7 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> Iterator[For
     if fmt.exact:
         return
     yield from _of_format(fmt, nonneg)
-    kind, decay, nearest = recurrence.kind, recurrence.decay, fmt.noise_bits == 0
+    kind, decay = recurrence.kind, recurrence.decay
     if isinstance(fmt, OfMatrix):  # slow averages are none (formats.plan.coded_trait)
         return
     if "" not in fmt.fields():  # sums of elements, in fp32: nothing that adds up is rounded away
@@ -195,25 +193,30 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> Iterator[For
             reason = f"a {what} of each element is not a {what} of means: what is kept of it can become {back} again"
             yield "L14", "warning", reason
         return
-    if kind == "ema" and nearest and decay is not None:
-        yield from _l2(fmt, decay) if nonneg else _l1(fmt, decay)
-    if kind in AVERAGES and nearest and (decay is None or abs(decay) >= 1):
-        known = "its decay is not a number at build time" if decay is None else f"it recurs with {decay:g} of itself"
-        reason = "where it is slow, rounding to nearest keeps the average from moving; round it stochastically"
-        yield "L2", "warning", f"{known}: {reason}"
-    if kind == "sum" and nearest:
-        reason = "it only grows, by ever smaller parts of itself"
-        yield "L8", "error", f"{reason}, and nearest rounding drops whatever is below half a cell"
-    if kind == "sum" and not nearest and not nonneg:
+    if fmt.noise_bits == 0:
+        yield from _to_nearest(fmt, kind, decay, nonneg)
+    elif kind == "sum" and not nonneg:
         yield from _l17(fmt)
-    if kind == "max" and nearest and decay is not None and decay < 1:
-        yield from _l2(fmt, decay)
     if kind in ("max", "min") and (decay is None or decay == 1):
         yield from _l9(fmt, kind)
-    if kind == "constant" and not nearest and not fmt.is_float:
+    if kind == "constant" and fmt.noise_bits and not fmt.is_float:
         yield "L9", "error", "it never changes, yet is rounded anew at every step and wanders off"
     if kind == "multiplicative" and not fmt.is_float and not fmt.positive:
         yield "L10", "error", "it is only ever multiplied, and the format can round it to 0, where it would stay"
+
+
+def _to_nearest(fmt: Format, kind: str, decay: float | None, nonneg: bool) -> Iterator[FormatFinding]:
+    if kind == "ema" and decay is not None:
+        yield from _l2(fmt, decay) if nonneg else _l1(fmt, decay)
+    if kind in AVERAGES and (decay is None or abs(decay) >= 1):
+        known = "its decay is not a number at build time" if decay is None else f"it recurs with {decay:g} of itself"
+        reason = "where it is slow, rounding to nearest keeps the average from moving; round it stochastically"
+        yield "L2", "warning", f"{known}: {reason}"
+    if kind == "sum":
+        reason = "it only grows, by ever smaller parts of itself"
+        yield "L8", "error", f"{reason}, and nearest rounding drops whatever is below half a cell"
+    if kind == "max" and decay is not None and decay < 1:
+        yield from _l2(fmt, decay)
 
 
 def _of_format(fmt: Format, nonneg: bool) -> Iterator[FormatFinding]:
@@ -281,17 +284,13 @@ def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
     The scale is held by another element of the block.  Under a negative decay none does: what does not become smaller
     changes its sign at every step, and two steps cancel.
     """
-    if decay <= 0:
-        return 0, 0.0, "value"
-    return fmt.stuck(decay)
+    return fmt.stuck(decay) if decay > 0 else (0, 0.0, "value")
 
 
 # -- refusing
 
 
-def linted(
-    spec: Spec, storage: Storage, flags: Mapping[str, bool] | None = None, where: str = ""
-) -> list[Finding]:
+def linted(spec: Spec, storage: Storage, flags: Mapping[str, bool] | None = None, where: str = "") -> list[Finding]:
     """Return the findings; `where` as in Finding.  Raises UserError for a compander that is wrong."""
     for fmt in storage.states.values():
         if fmt.compander is not None:
