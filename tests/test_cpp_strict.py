@@ -14,7 +14,7 @@ import torch
 from optgen.runtime.cpu import native
 from optgen.runtime.records import keys
 from optgen.runtime.reference import tile
-from tests import harness, product
+from tests import harness
 from tests.harness import strict
 from tests.test_triton_strict import CASES
 
@@ -24,10 +24,6 @@ pytestmark = [
 ]
 
 SHAPES = [(), (1,), (15,), (63,), (64,), (1025,), (16, 64), (5, 70), (3, 7, 11), (40, 147), (3, 320), (5000,)]
-RULES = ("adamw", "lion", "sgd", "adan", "adamax", "radam", "yogi", "rmsprop")
-WHOLE = ("lpmm4", "lpmm4_factor", "int4_factored_split24", "int5_factored_split24")
-"""Plans that keep a state as a whole: their steps take several sweeps."""
-EVERY = [(rule, plan) for rule in RULES for plan in product.PLANS if plan not in WHOLE]
 ISAS = [isa for isa in native.ISAS if isa.needs <= native.cpu_flags() and isa.name != "avx512"]
 
 
@@ -66,13 +62,6 @@ def test_same_bits(name: str, plan: str, param: str, flags: dict[str, bool], isa
     users = isa == ISAS[0].name or (name, plan) == ("adamw", "int8_split24")
     with nullcontext() if users else harness.unoptimized():
         steps(strict(name, plan, tmp_path, param, flags), param, param, isa, 2, zlib.crc32(f"{name} {plan}".encode()))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("isa", [isa.name for isa in ISAS])
-@pytest.mark.parametrize(("rule", "plan"), EVERY, ids=str)
-def test_same_bits_of_every_plan(rule: str, plan: str, isa: str, tmp_path: Path) -> None:
-    test_same_bits(rule, plan, "bfloat16", {}, isa, tmp_path)
 
 
 @pytest.mark.parametrize("grad", ["float32", "bfloat16", "float16"])

@@ -49,23 +49,19 @@ def test_codes_are_cut_and_joined(bits: int) -> None:
 
 
 @pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize("name", ["adamw", "stable_adamw"])
-def test_every_shape_gives_the_same_bits(name: str) -> None:
-    """Small tensors are packed too, here."""
-    tight = plans.int5_split24.but(small_numel=0, name="int5_tight")
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("adamw", plans.int5_split24), ("stable_adamw", plans.int5_split24), ("came", plans.int4_split24)],
+    ids=str,
+)
+def test_every_shape_gives_the_same_bits(name: str, plan: Plan) -> None:
+    """Small tensors are packed too, here; CAME has rows and columns beside codes."""
+    shapes = [shape for shape in SHAPES if name != "came" or len(shape) > 1]
+    tight = plan.but(small_numel=0, name="tight")
     cls = optgen.compile(name, tight, maths="strict")
-    ours = train(cls, "reference", torch.bfloat16, "int5_tight", SHAPES)
+    ours = train(cls, "reference", torch.bfloat16, "tight", shapes)
     with optimized() if name == "adamw" else nullcontext():
-        compare(ours, train(cls, "cpp", torch.bfloat16, "int5_tight", SHAPES), SHAPES)
-
-
-@pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
-def test_rows_and_columns_beside_packed_codes() -> None:
-    shapes = [shape for shape in SHAPES if len(shape) > 1]
-    tight = plans.int4_split24.but(small_numel=0, name="int4_tight")
-    cls = optgen.compile("came", tight, maths="strict")
-    ours = train(cls, "reference", torch.bfloat16, "int4_tight", shapes)
-    compare(ours, train(cls, "cpp", torch.bfloat16, "int4_tight", shapes), shapes)
+        compare(ours, train(cls, "cpp", torch.bfloat16, "tight", shapes), shapes)
 
 
 @each_plan

@@ -253,20 +253,35 @@ FACTORED = Plan(
     nonneg=Factored(vectors=LogMinMax(4, 32)),
     small_numel=0,
 )
+TWO = [(7, 70), (2, 3, 5, 14)]
 SHAPES = [(7, 70), (66, 40), (2, 3, 70), (3, 4, 1, 9), (66, 2, 5, 2), (300,), (0, 5), (0, 5, 3), ()]
 
 
-@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("plan", [RANK1, ROOTED, FACTORED], ids=lambda x: x.name)
-def test_cpp_kernels_give_the_bits_of_eager_torch(plan: Plan) -> None:
-    cls = compiled(adamw, plan, "strict")
-    eager = train(cls, "reference", torch.bfloat16, plan.name, SHAPES)
-    with harness.optimized() if plan is RANK1 else nullcontext():
-        compare(eager, train(cls, "cpp", torch.bfloat16, plan.name, SHAPES), SHAPES)
+CPP = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+
+
+@pytest.mark.parametrize(
+    ("rule", "backend", "plan"),
+    [
+        *(pytest.param("adamw", "cpp", plan, marks=CPP) for plan in (RANK1, ROOTED, FACTORED)),
+        ("adamw", "triton", RANK1), pytest.param("adamw", "triton", ROOTED, marks=pytest.mark.slow),
+        ("adamw", "triton", FACTORED),
+        # It has a norm of the tensor too, whose sum goes by rows where a state is kept as a whole.
+        ("lamb", "triton", RANK1), pytest.param("lamb", "triton", FACTORED, marks=pytest.mark.slow),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)  # fmt: skip
+def test_kernels_give_the_bits_of_eager_torch(rule: str, backend: str, plan: Plan) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    cls, shapes = compiled(harness.spec_of(rule), plan, "strict"), SHAPES if backend == "cpp" else TWO
+    eager = train(cls, "reference", torch.bfloat16, plan.name, shapes)
+    with harness.optimized() if (backend, plan) == ("cpp", RANK1) else nullcontext():
+        compare(eager, train(cls, backend, torch.bfloat16, plan.name, shapes), shapes)
     assert all(p.isfinite().all() for p in eager[0])
 
 
-@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+@CPP
 def test_tables_are_those_of_the_dimensions_where_only_these_differ() -> None:
     """Two tensors that look the same to kernels, but for what their columns are made of, take turns."""
     cls, found = compiled(adamw, RANK1, "strict"), []
@@ -281,23 +296,6 @@ def test_tables_are_those_of_the_dimensions_where_only_these_differ() -> None:
             p.grad = None
         found.append(([p.data for p in params], [dict(opt.state[p]) for p in params]))
     compare(*found, ((8, 2, 3), (8, 3, 2)))
-
-
-@pytest.mark.parametrize("plan", [RANK1, pytest.param(ROOTED, marks=pytest.mark.slow), FACTORED], ids=lambda x: x.name)
-def test_triton_kernels_give_the_bits_of_eager_torch(plan: Plan) -> None:
-    pytest.importorskip("triton")
-    cls, shapes = compiled(adamw, plan, "strict"), [(7, 70), (2, 3, 5, 14)]
-    ours, theirs = (train(cls, backend, torch.bfloat16, plan.name, shapes) for backend in ("reference", "triton"))
-    compare(ours, theirs, shapes)
-
-
-@pytest.mark.parametrize("plan", [RANK1, pytest.param(FACTORED, marks=pytest.mark.slow)], ids=lambda x: x.name)
-def test_triton_kernels_of_a_rule_that_reads_new_states_back_elsewhere(plan: Plan) -> None:
-    """LAMB has a norm of the tensor too, whose sum goes by rows where a state is kept as a whole."""
-    pytest.importorskip("triton")
-    cls, shapes = compiled(harness.spec_of("lamb"), plan, "strict"), [(7, 70), (2, 3, 5, 14)]
-    ours, theirs = (train(cls, backend, torch.bfloat16, plan.name, shapes) for backend in ("reference", "triton"))
-    compare(ours, theirs, shapes)
 
 
 FOUR_BITS = plans.int4_split24.but(name="rank1_split24", nonneg=Rank1(4, vectors=64))
@@ -407,7 +405,7 @@ def test_what_has_no_rows_and_columns_is_refused() -> None:
         Factored(vectors=Factored())
 
 
-@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+@CPP
 @pytest.mark.parametrize("plan", ["lpmm4", "int4_factored_split24"])
 def test_fast_maths_is_within_its_bound_of_the_oracle(plan: str) -> None:
     """Compiled kernels, from what is kept before each step, on a matrix with lines of zeros and on a stack."""

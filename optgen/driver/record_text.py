@@ -420,7 +420,7 @@ def whole_work(fmt: Format, maths: Maths) -> WholeWork | None:
     """Return the small work of a format that keeps numbers of rows, columns or the tensor; None of any other."""
     if all(f.space == "elem" for f in fmt.fields().values()):
         return None
-    made = lower_codec(fmt, plus=False)
+    made = lower_codec(fmt)
     reading = [passes.step(p, maths) for p in (made.decode, made.root) if p is not None]
     writing = [passes.step(p, maths) for p in (made.nearest, made.encode) if p is not None]
     before = {tuple(s.buffer for s in x.schedule.sweep.stores): x for step in reading for x in step.stages[:-1]}

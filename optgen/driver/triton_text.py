@@ -101,7 +101,7 @@ def codecs(plan: Plan, maths: Maths) -> Iterator[tuple[str, Codec, Format | None
         made = _codec(lower_weight(plan.master, param), True, maths)
         yield f"weight_{param.name}", made, None, plan.master.describe(param)
     for name, fmt in plan_formats.formats(plan).items():
-        made = _codec(lower_codec(fmt, plus=False), fmt.signed, maths, record_text.whole_work(fmt, maths))
+        made = _codec(lower_codec(fmt), fmt.signed, maths, record_text.whole_work(fmt, maths))
         yield name, made, fmt, str(fmt)
 
 

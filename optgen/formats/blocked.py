@@ -9,14 +9,14 @@ from typing import Literal
 
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
-from optgen.formats import narrow
+from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF
 from optgen.formats.check import A_COMPANDER, A_SCALE, check_block, check_part, check_words, refusal
 from optgen.formats.coded import InBlocks
 from optgen.formats.companders import BELOW, HALF, Compander, largest_error, softsign, steepest
 from optgen.formats.format import Noise, Rounding
 from optgen.formats.scales import LARGEST, Scale, ue8m8
-from optgen.lang.values import Num, bits, cast, clip, floor, maximum, rint
+from optgen.lang.values import Num, cast, clip, floor, maximum, rint
 from optgen.ops import dtypes
 
 
@@ -91,10 +91,7 @@ class Blocked(InBlocks):
             exact = clip(exact, -most if self.signed else 0.0, most)
         if noise is None:
             return cast(rint(exact), dtypes.i32) + bias
-        # 1.5 * 2^(23 - n) leaves n bits of fraction at the end of the pattern, the code right above them: the noise
-        # is added there, and what it does not carry over is cut off.  A code on the grid has no fraction to carry.
-        pattern = bits(exact + (1.5 * 2.0 ** (23 - noise.bits) + bias))
-        return (pattern + noise.integer()) >> noise.bits
+        return words.dithered(exact, noise, bias)
 
     def times_scale(self, parts: Mapping[str, Num]) -> Num:
         scale = self.scale.decode(parts["scale"])

@@ -11,12 +11,12 @@ from typing import Literal
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
-from optgen.formats import narrow
+from optgen.formats import narrow, words
 from optgen.formats.check import as_pythons, check_block, check_words, is_number, refusal
 from optgen.formats.coded import InBlocks, error_of_table, of_zeros, widest
 from optgen.formats.format import FormatFinding, Noise, Rounding
 from optgen.formats.scales import LARGEST_ROOT, Scale, fp32
-from optgen.lang.values import Num, bits, lookup, minimum, place, search
+from optgen.lang.values import Num, lookup, minimum, place, search
 from optgen.ops.dtypes import in_f32
 from optgen.ops.tables import Book, book, cell_ends
 
@@ -108,9 +108,7 @@ class Codebook(InBlocks):
         if noise is None:
             code = search(number, self._book.ends)
         else:
-            # As in Blocked: 2^(23 - n) leaves n bits of fraction at the end of the pattern, where the noise is added.
-            pattern = bits(place(number, self._book.entries) + 1.5 * 2.0 ** (23 - noise.bits))
-            code = ((pattern + noise.integer()) >> noise.bits) & ((1 << self.bits) - 1)
+            code = words.dithered(place(number, self._book.entries), noise) & ((1 << self.bits) - 1)
         return code
 
     def times_scale(self, parts: Mapping[str, Num]) -> Num:

@@ -139,7 +139,7 @@ class LogMax(PseudoLog):
         else:
             rest = exact - floor(exact)
             exact = exact - self.lean * rest * (1.0 - rest)
-            # As in `Blocked`: the pattern ends with `noise.bits` bits of fraction, the code right above them.
+            # As in `words.dithered`: the pattern ends with `noise.bits` bits of fraction, the code right above them.
             code = (bits(exact + 1.5 * 2.0 ** (23 - noise.bits)) + noise.integer()) >> noise.bits
         return narrow.cut(code, self.bits) | {"peak": cast(top, i16)}, start, code
 

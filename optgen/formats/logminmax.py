@@ -228,7 +228,6 @@ class LogMinMax(PseudoLog):
             f"reads as at most {below:g} octaves under it, what lies under {least} as at most 1.5 cells more than that"
             f"{INFINITE if self.of == 'sqrt' else SATURATES}"
         )
-
         return Bound(value, what, valid, slack)
 
     def enclose(self, x: Any, view: View, root: Any = None) -> Any:

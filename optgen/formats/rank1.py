@@ -100,9 +100,7 @@ class Rank1(Coded):
         exact = clip(exact, 1.0, float(self.codes))
         if noise is None:
             return -1 - cast(floor(0.5 - exact), dtypes.i32)  # a tie goes to the lower code, as in the paper
-        # As in Blocked: n bits of fraction at the end of the pattern, where the noise is added.
-        pattern = bits(exact + (1.5 * 2.0 ** (23 - noise.bits) - 1))
-        return (pattern + noise.integer()) >> noise.bits
+        return words.dithered(exact, noise, -1)
 
     def times_scale(self, parts: Mapping[str, Num]) -> Num:
         scale = self._scale(parts)

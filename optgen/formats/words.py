@@ -65,6 +65,14 @@ def round_bf16(x: Num, noise: Noise | None = None) -> Num:
     return where(equal(x, x), x_bits + carry, NAN) >> 16
 
 
+def dithered(exact: Num, noise: Noise, bias: int = 0) -> Num:
+    """i32 of exact + bias, rounded by noise; a whole number stays."""
+    # 1.5 * 2^(23 - n) leaves n bits of fraction at the end of the pattern, the integer right above them: the noise is
+    # added there, and what it does not carry over is cut off.
+    pattern = bits(exact + (1.5 * 2.0 ** (23 - noise.bits) + bias))
+    return (pattern + noise.integer()) >> noise.bits
+
+
 def _half_up(x: Num) -> Num:
     """i32 of x >= 0, x < 2^31, rounded half up."""
     whole = floor(x)

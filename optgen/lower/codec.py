@@ -105,19 +105,15 @@ def _codec(fields: Mapping[str, Field], bits: int, decode: Reads, root: Reads | 
     return CodecPrograms(fields, reading("decode", X, decode), rooted, drawn, writing(None))
 
 
-def lower_codec(fmt: Format, plus: bool = True) -> CodecPrograms:
-    """Lower a format of states, absolute: relative ones are divided and multiplied by the root outside.
-
-    plus  where the format wants zeros to be +0, its encoding makes them so
-    """
+def lower_codec(fmt: Format) -> CodecPrograms:
+    """Lower a format of states, absolute: values are divided and multiplied by the root outside, and made +0 there."""
     fmt = fmt.absolute() if fmt.relative else fmt
     rooted = fmt.positive or not fmt.signed
 
     def encode(x: Value, noise: Noise | None) -> Mapping[str, Num]:
-        value = x + 0.0 if plus and fmt.plus_zero else x  # -0 + 0 is +0
         if not rooted:
-            return fmt.encode(value, noise=noise)
-        made, kept = fmt.encode_root(value, noise)
+            return fmt.encode(x, noise=noise)
+        made, kept = fmt.encode_root(x, noise)
         return {**made, ROOT: kept}
 
     return _codec(fmt.fields(), fmt.noise_bits, fmt.decode, fmt.decode_root if rooted else None, encode)
