@@ -266,7 +266,7 @@ def rounded_a_few_times(fmt: Format) -> float:
     that the block spans, up to nine and five other numbers, for powers of two with the scale: 1, 2 and 4 of roots.
     """
     if isinstance(fmt, LogMinMax):
-        return (1 + bounds.one_step_bound(fmt, 9).total) ** (2 * 6) - 1
+        return (1 + fmt.bound(9).total) ** (2 * 6) - 1
     if isinstance(fmt, Blocked):
         return (1 + bounds.one_step_bound(fmt).total * (1 + 2 + 4) / 0.05**0.5) ** 2 - 1
     step = bounds.one_step_bound(fmt)

@@ -22,12 +22,9 @@ class UnknownBound(TypeError):
 
 
 @lru_cache(maxsize=256)
-def one_step_bound(fmt: Format, units: int = 0) -> Bound:
-    """Return the worst error of storing a value once.  Raises UnknownBound where the format states none.
-
-    units  of LogMinMax: how many of its units the block spans; by default as many as it may
-    """
-    return _known(fmt, fmt.bound(units) if units else fmt.bound())  # type: ignore[call-arg]
+def one_step_bound(fmt: Format) -> Bound:
+    """Return the worst error of storing a value once.  Raises UnknownBound where the format states none."""
+    return _known(fmt, fmt.bound())
 
 
 def master_bound(master: Master, param: DType) -> Bound:
@@ -68,9 +65,9 @@ class Steady:
         return f"within {self.high:.3g} of the {self.of} ({self.law})"
 
 
-def steady_state(fmt: Format, decay: float, *, units: int = 0) -> Steady:
+def steady_state(fmt: Format, decay: float) -> Steady:
     """The effect of storing an exponential average with this decay in this format, over any number of steps."""
-    bound, random = one_step_bound(fmt, units), fmt.noise_bits > 0 or fmt.rounding == "stochastic"
+    bound, random = one_step_bound(fmt), fmt.noise_bits > 0 or fmt.rounding == "stochastic"
     step = bound.total
     if math.isinf(step):
         return Steady(0.0, math.inf, "factor", "nothing is promised for an element")
