@@ -690,6 +690,7 @@ for rounding in ("nearest", "stochastic"):
     BOUNDED += [Codebook(codebooks.dynamic(False, 4, zero=False), 4, 16, ue7m9, of="sqrt", rounding=rounding)]
     BOUNDED += [Codebook(codebooks.linear_nozero(), 4, 16, ue8m8, rounding=rounding)]
     BOUNDED += [Fp8(kind, 16, rounding=rounding) for kind in ("e4m3", "e5m2")]
+    BOUNDED += [Rank1(b, rounding=rounding) for b in (2, 3, 4, 8)]
 BOUNDED += [Codebook(codebooks.dynamic(), 8, 16, ties="down", rounding="nearest")]
 BOUNDED += [Codebook((-0.9, -0.5, 0.0, 0.125, 0.5), 3, 16, rounding="nearest")]  # 1 is far beyond its end
 BOUNDED += [Blocked(8, 16, softsign(1), fp16, rounding="nearest")]
