@@ -37,8 +37,6 @@ class TritonPrinter(Printer):
     A block's value has one dimension less than the elements.
     """
 
-    function = ""
-
     def __init__(self, program: Program) -> None:
         super().__init__(FAST if program.maths == "fast" else STRICT, {})
         self.program = program
@@ -88,7 +86,12 @@ def _lshr(p: TritonPrinter, n: Node) -> Text:
 
 def _table(p: TritonPrinter, n: Node) -> Text:
     at = f", {n.op}_{n.attr}_ptr" if _is_long(n) else ""
-    return f"{p.function}_{n.op}_{n.attr}({p.text(n.args[0])}{at})", ATOM
+    return f"table_{n.op}_{n.attr}({p.text(n.args[0])}{at})", ATOM
+
+
+def _draw(_: Printer, n: Node) -> Text:
+    kind, bits, width = n.attr
+    return f"{kind}(draws, SHIFT, {bits}{f', {width}' if kind != 'integer' else ''})", ATOM
 
 
 LONGEST = 32
@@ -124,14 +127,14 @@ def in_memory(programs: Sequence[Program]) -> dict[str, tuple[float, ...]]:
     return found
 
 
-def tables(program: Program, function: str) -> list[str]:
+def tables(program: Program) -> list[str]:
     """A function for each table that the program looks things up in: trees of selections, one level for each bit; where
     they are long, loads."""
     out = []
     for n in _looks_up([program]):
         values, parameters = [number(ir.const(x)) for x in n.attr.values], "x, table" if _is_long(n) else "x"
         body = _lookup(values, _is_long(n)) if n.op == "lookup" else _search(values, _is_long(n))
-        out += ["@triton.jit", f"def {function}_{n.op}_{n.attr}({parameters}):", *body, "", ""]
+        out += ["@triton.jit", f"def table_{n.op}_{n.attr}({parameters}):", *body, "", ""]
     return out
 
 
@@ -212,6 +215,7 @@ def _block_limit(p: TritonPrinter, n: Node) -> Text:
 _COMMON: dict[str, Spelling] = {
     **COMMON,
     "extent": lambda p, n: (f"extent_{n.attr}", ATOM),
+    "draw": _draw,
     "neg": _neg,
     "abs": function("tl.abs"),
     "min": _limit("minimum"),

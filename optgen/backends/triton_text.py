@@ -60,8 +60,6 @@ class RulePrinter(TritonPrinter):
     pieces  of these the ones that are only multiplied, by the names of their loads
     """
 
-    function = "table"
-
     def __init__(self, schedule: Schedule, nonneg: Collection[str]) -> None:
         super().__init__(schedule.program)
         self.states = states_of(schedule.program)
@@ -143,7 +141,7 @@ def tile_function(schedule: Schedule, kernel: str, nonneg: Collection[str]) -> l
     host = [let.name for let in program.host]
     sizes = [f"extent_{x}" for x in triton.sizes(program)]
     given = ["PLAN: tl.constexpr", *names, *sizes, *host, "live", "MASKED: tl.constexpr"]
-    out = [*triton.tables(program, "table"), "@triton.jit", *wrapped(f"def {kernel}_tile(", given)]
+    out = [*triton.tables(program), "@triton.jit", *wrapped(f"def {kernel}_tile(", given)]
     out.append(f'    """{_made(schedule)}"""')
     return out + [f"    {line}" for part in lines.values() for line in with_comments(part)]
 
@@ -247,21 +245,6 @@ def _result(program: Program, s: Store, printer: Printer) -> str:
 # -- codecs
 
 
-def _drawn(_: Printer, n: Node) -> Text:
-    kind, bits, width = n.attr
-    return f"{kind}(draws, SHIFT, {bits}{f', {width}' if kind != 'integer' else ''})", ATOM
-
-
-class CodecPrinter(TritonPrinter):
-    """A printer of a codec's function."""
-
-    function = "table"
-
-    def __init__(self, program: Program) -> None:
-        super().__init__(program)
-        self.spell = {**self.spell, "draw": _drawn}
-
-
 def codec_functions(codec: Codec, name: str) -> list[list[str]]:
     """The functions name_decode(c, fields...), name_root(fields...), name_encode and name_nearest."""
     tables = [f"{table}_ptr" for table in triton.in_memory(_programs(codec))]
@@ -318,7 +301,7 @@ def _body(step: Step, known: Known) -> tuple[list[str], dict[str, tuple[str, Nod
     """The lines of a codec's function, and its results."""
     stage = step.sweeps[-1]
     program, sweep = stage.schedule.program, stage.schedule.sweep
-    printer: TritonPrinter = CodecPrinter(program)
+    printer = TritonPrinter(program)
     printer.names |= {let.node.uid: let.name for let in sweep.lets if let.node.op == "load"} | {**known}
     lets = lets_of(triton.printed_lets(stage.schedule), [s.node for s in sweep.stores], known)
     rest = tuple(let for let in lets if let.node.op != "load")
@@ -355,7 +338,7 @@ def table_functions(codecs: Sequence[Codec]) -> list[list[str]]:
     found: dict[str, list[str]] = {}
     for codec in codecs:
         for program in _programs(codec):
-            for part in "\n".join(triton.tables(program, "table")).split("\n\n\n"):
+            for part in "\n".join(triton.tables(program)).split("\n\n\n"):
                 if part.strip():
                     found.setdefault(part, part.strip("\n").split("\n"))
     return list(found.values())
