@@ -115,8 +115,8 @@ class _Fields:
 
     def lines(self, struct: str) -> list[str]:
         """Return the members of the struct of this name."""
-        pointers, made = self._pointers()
-        out = [f"static constexpr int FIELDS = {len(made)};"]
+        pointers, initializers = self._pointers()
+        out = [f"static constexpr int FIELDS = {len(initializers)};"]
         wide = bool(self.few) or any(b.dtype in (dtypes.f16, dtypes.f32) for b in self.buffers)
         flags = ["HAS_ROOT"] * self.has_root + ["WIDE"] * wide
         out += [f"static constexpr bool {name} = true;" for name in flags]
@@ -125,8 +125,8 @@ class _Fields:
         size = "WIDEST" if self.few else self.block
         out += [f"alignas(64) uint8_t {b.name}_at[most_of({size})];" for b in self.packed]
         out += _struct("In", self.arrays, self.block) if self.arrays else []
-        more = "more" if len(made) > 1 else ""
-        out += ["", f"{struct}(char *first, char *const *{more}) : {', '.join(made)} {{}}"]
+        more = "more" if len(initializers) > 1 else ""
+        out += ["", f"{struct}(char *first, char *const *{more}) : {', '.join(initializers)} {{}}"]
         out += ["void within(int row_mask) { mask = row_mask; }"] if self.few else []
         if self.packed:
             unpacked = " ".join(f"unpack<{b.dtype.bits}>({b.name}_at, {b.name}_packed, count);" for b in self.packed)
@@ -140,39 +140,39 @@ class _Fields:
     def _pointers(self) -> tuple[list[str], list[str]]:
         """Return the declarations of pointers to what is stored, and their initializers."""
         places = ["first", *(f"more[{k}]" for k in range(len(self.buffers) + len(self.few)))]
-        pointers, made = [], []
+        pointers, initializers = [], []
         for b, place in zip(self.buffers, places, strict=False):
             kind, name = STORED[b.dtype.name], f"{b.name}_{'packed' if b.dtype.packed else 'at'}"
             pointers.append(f"{kind} *__restrict {name};")
-            made.append(f"{name}(({kind} *){place})")
+            initializers.append(f"{name}(({kind} *){place})")
         for x, place in zip(self.few, places[len(self.buffers) :], strict=False):
-            made.append(f"{x}_at((const float *){place})")
+            initializers.append(f"{x}_at((const float *){place})")
         if self.few:
             pointers.append(f"const float {', '.join(f'*__restrict {x}_at' for x in self.few)};")
             pointers.append("int mask = -1;")
-        return pointers, made
+        return pointers, initializers
 
 
 def _struct(name: str, members: Mapping[str, str], block: int = 0) -> list[str]:
     """Return a struct of blocks' values, name -> type, and if `block` is given the array of it: of_<name>."""
-    of = [f"{kind} {', '.join(own)};" for kind, own in _by_kind(members).items()]
+    of = [f"{kind} {', '.join(names)};" for kind, names in _by_kind(members).items()]
     array = [f"OfBlocks<{block}, {name}> of_{name.lower()};"] if block else []
     return [f"struct {name} {{ {' '.join(of)} }};", *array]
 
 
 def _by_kind(members: Mapping[str, str]) -> dict[str, list[str]]:
-    return {kind: [x for x, own in members.items() if own == kind] for kind in dict.fromkeys(members.values())}
+    return {kind: [x for x, of in members.items() if of == kind] for kind in dict.fromkeys(members.values())}
 
 
 def _set(name: str, members: Mapping[str, str]) -> str:
     """Return the line that fills such an array."""
-    return f"of_{name.lower()}.set(b, {', '.join(x for own in _by_kind(members).values() for x in own)});"
+    return f"of_{name.lower()}.set(b, {', '.join(x for names in _by_kind(members).values() for x in names)});"
 
 
 def _arrays(arrays: Mapping[str, tuple[str, str]]) -> list[str]:
     """Return the declarations of arrays, name -> (type, size): those of a type in one."""
     kinds = dict.fromkeys(kind for kind, _ in arrays.values())
-    of = {kind: [f"{x}_kept[{size}]" for x, (own, size) in arrays.items() if own == kind] for kind in kinds}
+    of = {kind: [f"{x}_kept[{size}]" for x, (its, size) in arrays.items() if its == kind] for kind in kinds}
     return [f"{kind} {', '.join(names)};" for kind, names in of.items()]
 
 
@@ -352,8 +352,8 @@ def _pack_codes(packed: Iterable[Buffer]) -> list[str]:
 def _constructor(struct: str, fields: str, new: Sequence[str]) -> str:
     """The constructor of a struct that stores with new values of rows and columns, behind the fields."""
     places = ["FIELDS - 1", "FIELDS", *(f"FIELDS + {k}" for k in range(1, len(new)))]
-    made = [f"new_{x}_at((const float *)more[{at}])" for x, at in zip(new, places, strict=False)]
-    return f"{struct}(char *first, char *const *more) : {', '.join([f'{fields}(first, more)', *made])} {{}}"
+    initializers = [f"new_{x}_at((const float *)more[{at}])" for x, at in zip(new, places, strict=False)]
+    return f"{struct}(char *first, char *const *more) : {', '.join([f'{fields}(first, more)', *initializers])} {{}}"
 
 
 class _Loop:
@@ -403,8 +403,8 @@ class _Loop:
         if not simple:
             values = {name: value for _, name, value in self.members}
             order = [x for names in _by_kind(self._types()).values() for x in names]
-            found = f"of_head_{k}[b]" if self.together else f"{{{', '.join(values[x] for x in order)}}}"
-            out["head"] = [f"Head_{k} head(Loop<{k}>, int{' b' if values else ''}) const {{ return {found}; }}"]
+            head = f"of_head_{k}[b]" if self.together else f"{{{', '.join(values[x] for x in order)}}}"
+            out["head"] = [f"Head_{k} head(Loop<{k}>, int{' b' if values else ''}) const {{ return {head}; }}"]
         if phase.reductions:
             names = [self.plan.name[n.uid] for n in phase.reductions]
             ends = " ".join(f"{name}_kept[b] = h.{name};" for name in names)

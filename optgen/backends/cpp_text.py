@@ -119,8 +119,8 @@ def rule_struct(schedule: Schedule, kernel: str, nonneg: Collection[str]) -> lis
     out = [f"static constexpr int SCALARS = {len(host)}, APART = {apart};"]
     out += [f"static constexpr bool {row};" for row in rows]
     out += [f"const F {', '.join(host)};"] if host else []
-    made = ", ".join(f"{name}(scalars[{k}])" for k, name in enumerate(host))
-    out += ["", f"explicit {kernel}(const float *{'scalars' if host else ''}){' : ' + made if host else ''} {{}}"]
+    initializers = " : " + ", ".join(f"{name}(scalars[{k}])" for k, name in enumerate(host)) if host else ""
+    out += ["", f"explicit {kernel}(const float *{'scalars' if host else ''}){initializers} {{}}"]
     for head, lines in functions:
         out += [*rule.template, f"{head} const {{", *(f"    {x}" for x in lines), "}"]
     return [f"struct {kernel} {{  // {schedule.program.name}", *(f"    {x}" if x else "" for x in out), "};"]
@@ -161,20 +161,20 @@ def reached(roots: Iterable[Node], stop: Collection[int]) -> dict[int, Node]:
 def _reads_of(weight: Node, states: Mapping[int, str]) -> tuple[dict[int, tuple[str, str]], dict[int, Node]]:
     """Return the new states, or their roots, that a weight reads, and the nodes that follow from them."""
     read: dict[int, tuple[str, str]] = {}
-    own: dict[int, Node] = {}
+    computed: dict[int, Node] = {}
     stack = [weight]
     while stack:
         n = stack.pop()
-        if n.uid in own or n.uid in read:
+        if n.uid in computed or n.uid in read:
             continue
         if n.uid in states:
             read[n.uid] = states[n.uid], "next"
         elif n.op == "sqrt" and n.args[0].uid in states:
             read[n.uid] = states[n.args[0].uid], "root"
         else:
-            own[n.uid] = n
+            computed[n.uid] = n
             stack.extend(n.args)
-    return read, own
+    return read, computed
 
 
 def _cut(weight: Node, states: Mapping[str, Node]) -> tuple[dict[int, tuple[str, str]], int] | None:
@@ -182,11 +182,11 @@ def _cut(weight: Node, states: Mapping[str, Node]) -> tuple[dict[int, tuple[str,
 
     None where it needs more than them, the gradient and itself.
     """
-    made = {n.uid: x for x, n in states.items() if n.op not in ("load", "const", "sym")}
-    read, own = _reads_of(weight, made)
-    if not read or any(n.op == "load" and n.attr not in ("p", "g") for n in own.values()):
+    by_node = {n.uid: x for x, n in states.items() if n.op not in ("load", "const", "sym")}
+    read, computed = _reads_of(weight, by_node)
+    if not read or any(n.op == "load" and n.attr not in ("p", "g") for n in computed.values()):
         return None
-    work = [n for n in own.values() if n.space == spaces.elem and n.op != "const"]
+    work = [n for n in computed.values() if n.space == spaces.elem and n.op != "const"]
     shared = reached(states.values(), ())
     return None if cost(n for n in work if n.uid in shared) > 1 else (read, 2 if cost(work) >= WORTH else 1)
 

@@ -67,12 +67,12 @@ def reduces_elements(node: Node) -> bool:
 
 def of_matrices(roots: Iterable[Node]) -> dict[int, Node]:
     """Return the nodes (by uid) that are functions of whole matrices, or follow from them without elements."""
-    found: dict[int, Node] = {}
+    functions: dict[int, Node] = {}
     for node in postorder(roots):
-        small = is_small(node) and any(a.uid in found and a.space != spaces.elem for a in node.args)
+        small = is_small(node) and any(a.uid in functions and a.space != spaces.elem for a in node.args)
         if small or node.op in MATRIX_OPS or node.space.name in spaces.MATRICES:
-            found[node.uid] = node
-    return found
+            functions[node.uid] = node
+    return functions
 
 
 def as_bf16(x: Node) -> Node:
@@ -659,8 +659,8 @@ class SmallWork:
 
     def pieces(self) -> list[StageProgram]:
         """Return a program for every round that stores something."""
-        found = map(self._round, sorted({*self.rounds, *self.commits}))
-        return [piece for piece in found if piece is not None]
+        pieces = map(self._round, sorted({*self.rounds, *self.commits}))
+        return [piece for piece in pieces if piece is not None]
 
     def _round(self, key: Round) -> StageProgram | None:
         at, space = key[0], list(_OF)[key[2]]
