@@ -66,19 +66,15 @@ class Storage:
     """A plan applied to the states of one rule: what `lower` compiles, `runtime` allocates and `lint` judges.
 
     param    the parameter's dtype
-    small    whether for tensors below the plan's small_numel
-    vector   whether for tensors without rows and columns, where formats differ for them
     states   name -> format, every rounding resolved
     nonneg   names of the states that are never negative
     """
 
     plan: Plan
     param: DType
-    small: bool
     master: Master
     states: dict[str, Format]
     nonneg: frozenset[str] = frozenset()
-    vector: bool = False
 
     @property
     def matrix(self) -> MatrixKind | None:
@@ -309,7 +305,7 @@ class Plan:
         master = Native() if param is f32 else self.master
         self._check_fields(states, chosen, master, param)
         nonneg = frozenset(s.name for s in states if s.nonneg)
-        return Storage(self, param, small, master, chosen, nonneg, vector)
+        return Storage(self, param, master, chosen, nonneg)
 
     def _resolved(self, state: StateDecl, small: bool, vector: bool, recurrences: Mapping[str, Any] | None) -> Format:
         recurrence = (recurrences or {}).get(state.name)
