@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from optgen.ir import node as ir
 from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Store
-from optgen.ops import dtypes, spaces, tables
+from optgen.ops import dtypes, spaces
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<leaf>\$[\w.]+|@\w+|#extent\.\w+|%\w+:\w+(?:/\d+)?|-?inf|nan|true|false|-?\d[\d.e+-]*i?)"
@@ -41,7 +41,7 @@ def parse(source: str, lets: Mapping[str, Node] | None = None) -> Node:
 def _attr(word: str | None) -> object:
     if word is None:
         return None
-    return int(word) if word.isdigit() else dtypes.ALL.get(word) or tables.known[word]
+    return int(word) if word.isdigit() else dtypes.ALL[word]
 
 
 def _leaf(word: str, lets: Mapping[str, Node]) -> Node:

@@ -518,17 +518,18 @@ def fsgdm(o, s, p, g, t, lr):
 # -- rules that reduce
 
 
+def mixed(x: Any) -> Any:
+    """The hash of random numbers."""
+    x = np.asarray(x, dtype=np.uint64)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ x >> np.uint64(shift)) * np.uint64(factor) & np.uint64(0xFFFFFFFF)
+    return x ^ x >> np.uint64(16)
+
+
 def drawn_normal(p: Tensor, t: int) -> Tensor:
     """`normal(0)` at a step: the inverse distribution of uniform numbers, from a hash in NumPy."""
-
-    def mixed(x):
-        for by, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-            x = (x ^ x >> by) * factor & 0xFFFFFFFF
-        return x ^ x >> 16
-
-    key = mixed((keys.stream_key(0) + mixed((keys.step_key(0, t) ^ 0x9E3779B1) & 0xFFFFFFFF)) & 0xFFFFFFFF)
-    place = np.arange(p.numel(), dtype=np.uint64)
-    word = mixed(mixed(place) + np.uint64(key) & np.uint64(0xFFFFFFFF)) >> np.uint64(8)
+    key = mixed((keys.stream_key(0) + int(mixed((keys.step_key(0, t) ^ 0x9E3779B1) % 2**32))) % 2**32)
+    word = mixed((mixed(np.arange(p.numel())) + key) % np.uint64(2**32)) >> np.uint64(8)
     return torch.special.ndtri(torch.from_numpy((2.0 * word.astype(np.float64) + 1) * 2.0**-25)).view(p.shape)
 
 

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 import os
@@ -820,13 +819,8 @@ def _hull(x: Interval, y: Interval) -> Interval:
 
 def load(text: str, folder: Path) -> Any:
     """Import a program's module."""
-    path = Path(tempfile.mkdtemp(dir=folder)) / "program.py"
-    path.write_text(text, encoding="utf-8")
-    found = importlib.util.spec_from_file_location(f"program_{path.parent.name}", path)
-    assert found and found.loader
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+    own = Path(tempfile.mkdtemp(dir=folder))
+    return harness.module(own, f"program_{own.name}", text)
 
 
 def gradients(case: Case, draw: torch.Generator) -> Iterator[list[torch.Tensor]]:
@@ -857,16 +851,12 @@ def feed(opt: Any, case: Case, draw: torch.Generator, step: int) -> None:
 @contextmanager
 def _settings(case: Case) -> Iterator[None]:
     """Choose the instruction set of C++ kernels, and what noise is dealt by where a rule is evaluated."""
-    before, keys = os.environ.get("OPTGEN_ISA"), KEYS.set((case.seed, stream_key(0)))
-    os.environ["OPTGEN_ISA"] = ISAS[case.isa % len(ISAS)]
+    keys, isa = KEYS.set((case.seed, stream_key(0))), ISAS[case.isa % len(ISAS)]
     try:
-        with harness.unoptimized():
+        with patch.dict(os.environ, OPTGEN_ISA=isa), harness.unoptimized():
             yield
     finally:
         KEYS.reset(keys)
-        os.environ.pop("OPTGEN_ISA", None)
-        if before is not None:
-            os.environ["OPTGEN_ISA"] = before
 
 
 def divided(case: Case) -> dict[int, int]:

@@ -16,13 +16,13 @@ from optgen.base.errors import UserError
 from optgen.driver.explain import explain
 
 from optgen.lang import (  # isort: skip
-    flag, hyper, low_rank, low_rank_state, normal, optimizer, shape_flag, singular_vectors, uniform, unwide, wide,
+    hyper, low_rank, low_rank_state, normal, optimizer, shape_flag, singular_vectors, uniform, unwide, wide,
     zero_product,
 )  # fmt: skip
 from optgen.runtime.records.keys import stream_key
 from specs import plans
 from tests.harness import spec_of
-from tests.oracles import LOW_RANK
+from tests.oracles import LOW_RANK, mixed
 from tests.test_against_papers import Steps, further, redrawn
 
 U = 2.0**-24
@@ -49,13 +49,6 @@ def sketched(
     low = low + sketch.T @ full + uniform(low, t + 7)
     p = p - lr * unwide(g, sketch @ low)
     return p, low
-
-
-def mixed(x: Any) -> Any:
-    x = np.asarray(x, dtype=np.uint64)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ x >> np.uint64(shift)) * np.uint64(factor) & np.uint64(0xFFFFFFFF)
-    return x ^ x >> np.uint64(16)
 
 
 def fractions(shape: tuple[int, int], name: str | int, matrix: int, key: int, which: int) -> Any:
@@ -204,23 +197,6 @@ def test_singular_vectors_have_a_sign_and_pass_on_nan() -> None:
     x[1, 2, 3] = math.nan
     again = singular_vectors(like, x)
     assert again[1].isnan().all() and torch.equal(again[[0, 2]], u[[0, 2]])
-
-
-def test_flags_count_from_the_first_step() -> None:
-    @optimizer(cite="nobody")
-    def counted(p, g, *, k=hyper(3, ge=1), now=flag(first=True, every="k")):
-        if now:
-            p = p + g
-        return p
-
-    p = nn.Parameter(torch.zeros(2))
-    opt, found = optgen.compile(counted, "fp32")([p]), []
-    for _ in range(8):
-        p.grad, before = torch.ones(2), p.detach().clone()
-        opt.step()
-        found.append(bool((p != before).all()))
-    assert found == [True, False, False, True, False, False, True, False]
-    assert [counted.flag_values({}, step=t)["now"] for t in range(1, 9)] == found
 
 
 # -- rules

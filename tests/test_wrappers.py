@@ -27,7 +27,6 @@ from optgen.lang import Spec, flag, hyper, nonneg, state, wrapper, wrappers
 from tests import oracles
 from tests.harness import make_step, plan_of, spec_of
 from tests.oracles import clipped
-from tests.test_release import accepts_vectors
 from tests.training import bits
 
 Step = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
@@ -331,7 +330,10 @@ def test_drawn_chains_of_wrappers_are_the_same_on_every_backend(number: int) -> 
     cls, made = optgen.compile(spec, plan=plan, maths="strict"), []
     for backend in ("reference", "cpp"):
         draw = torch.Generator().manual_seed(number)
-        shapes = [(65, 65), (7, 9)] + [(70,)] * accepts_vectors(cls)
+        shapes = [(65, 65), (7, 9)]
+        with suppress(ValueError):  # of a rule of rows
+            cls([torch.nn.Parameter(torch.zeros(3))])
+            shapes += [(70,)]
         params = [torch.nn.Parameter(torch.randn(s, generator=draw).bfloat16()) for s in shapes]
         opt = cls(params, backend=backend)
         opt.feed(keep=True, **dict.fromkeys(cls.INPUTS, torch.ones_like))

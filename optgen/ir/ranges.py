@@ -49,13 +49,6 @@ def _over(x: float, y: float) -> float:
     return 0.0 if math.isinf(y) else x / y
 
 
-def _float_bits(a: Interval) -> Interval:
-    """f32 values of i32 bit patterns in a: monotone from 0 up to +inf."""
-    if a[0] >= 0 and a[1] <= 0x7F800000:
-        return dtypes.of_pattern(int(a[0])), dtypes.of_pattern(int(a[1]))
-    return (0.0, math.inf) if a[0] >= 0 else ANY
-
-
 def _outward(x: float, up: bool, dtype: DType = dtypes.f32) -> float:
     """The number of a float type next to x on one side; x itself where the type has it."""
     if not math.isfinite(x):
@@ -161,11 +154,6 @@ def _anything(node: Node) -> Interval:
     return _INT if node.dtype.is_int else ANY
 
 
-def _abs(node: Node, a: list[Interval]) -> Interval:
-    low, high = abs(a[0][0]), abs(a[0][1])
-    return (0.0 if a[0][0] <= 0 <= a[0][1] else min(low, high)), max(low, high)
-
-
 def _cast(node: Node, a: list[Interval]) -> Interval:
     if node.dtype.is_float:
         return a[0]
@@ -175,11 +163,12 @@ def _cast(node: Node, a: list[Interval]) -> Interval:
 
 
 def _bitcast(node: Node, a: list[Interval]) -> Interval:
-    if node.dtype is dtypes.f32:
-        return _float_bits(a[0])
-    if node.dtype is dtypes.i32 and a[0][0] >= 0:
-        return (dtypes.pattern_of(a[0][0]), dtypes.pattern_of(a[0][1])) if a[0][1] < math.inf else (0, _INT[1])
-    return _anything(node)
+    low, high = a[0]
+    if node.dtype is dtypes.f32 and low >= 0 and high <= 0x7F800000:  # the patterns of 0 to +inf are in their order
+        return dtypes.of_pattern(int(low)), dtypes.of_pattern(int(high))
+    if node.dtype is dtypes.i32 and low >= 0:
+        return (dtypes.pattern_of(low), dtypes.pattern_of(high)) if high < math.inf else (0, _INT[1])
+    return (0.0, math.inf) if node.dtype is dtypes.f32 and low >= 0 else _anything(node)
 
 
 def _and(node: Node, a: list[Interval]) -> Interval:
@@ -209,34 +198,23 @@ def _pow(node: Node, a: list[Interval]) -> Interval:
     return (0.0, max(1.0, a[0][1])) if a[0][1] <= 1 else (0.0, math.inf)
 
 
-def _shr(node: Node, a: list[Interval]) -> Interval:
-    k = node.args[1].attr
-    return math.floor(a[0][0] / 2**k), math.floor(a[0][1] / 2**k)
-
-
-def _first(node: Node, a: list[Interval]) -> Interval:
-    return a[0]
-
-
-def _numbered(node: Node, a: list[Interval]) -> Interval:
-    return 0, len(node.attr.values)
-
-
 _RULES: Mapping[str, RangeRule] = {
     "const": lambda n, a: (float(n.attr), float(n.attr)),
     "load": lambda n, a: _STORED.get(n.dtype.name, _anything(n)),
-    "abs": _abs, "cast": _cast, "bitcast": _bitcast, "and": _and, "or": _or, "pow": _pow,
+    "abs": lambda n, a: (max(0.0, a[0][0], -a[0][1]), max(a[0][1], -a[0][0])),
+    "cast": _cast, "bitcast": _bitcast, "and": _and, "or": _or, "pow": _pow,
     "div": lambda n, a: _over_node(a[0], a[1], n.args[1], n),
     "rcp": lambda n, a: _over_node((1.0, 1.0), a[0], n.args[0], n),
     "sqrt": lambda n, a: (math.sqrt(max(a[0][0], 0.0)), math.sqrt(max(a[0][1], 0.0))),
-    "cbrt": _root, "power": _root, "shr": _shr,
+    "cbrt": _root, "power": _root,
+    "shr": lambda n, a: (math.floor(a[0][0] / 2 ** n.args[1].attr), math.floor(a[0][1] / 2 ** n.args[1].attr)),
     "draw": lambda n, a: (0, (1 << n.attr[2]) - 1),
     "where": lambda n, a: (min(a[1][0], a[2][0]), max(a[1][1], a[2][1])),
     "lshr": lambda n, a: (0, (1 << (32 - n.args[1].attr)) - 1),
     "shl": lambda n, a: _wrap((a[0][0] * 2 ** n.args[1].attr, a[0][1] * 2 ** n.args[1].attr)),
-    "block_max": _first, "block_min": _first, "axis_max": _first, "axis_min": _first,
+    **dict.fromkeys(("block_max", "block_min", "axis_max", "axis_min"), lambda n, a: a[0]),
     "lookup": lambda n, a: (min(n.attr.values), max(n.attr.values)),
-    "search": _numbered, "place": _numbered,
+    **dict.fromkeys(("search", "place"), lambda n, a: (0, len(n.attr.values))),
 }  # fmt: skip
 """Rules for operations whose intervals do not follow from the ends of their operands alone."""
 

@@ -185,10 +185,10 @@ def wrapper(
         for k, d in enumerate(declared):
             if isinstance(d, FlagDecl) and d.shape is not None:
                 declared[k] = replace(usual(d, {}), text=source.lambda_of(d.name) or "")
-        own = schema(declared)
-        own_weights = replace(evaluation_of(evaluate, own), beside=True) if evaluate is not None else None
-        options = [h.name for h in own.hypers] + [f.name for f in own.flags]
-        kept = [d.name for d in declared if d.name not in options]
+        own_weights = None
+        if evaluate is not None:
+            own_weights = replace(evaluation_of(evaluate, schema(declared)), beside=True)
+        names = [d.name for d in declared]
         declared += ascent.hypers if ascent is not None else ()
 
         @wraps(function)
@@ -206,8 +206,7 @@ def wrapper(
 
             def step(rule: Rule, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
                 number = (t,) if "t" in bare else ()
-                states, given = ({x: values[named[x]] for x in xs} for xs in (kept, options))
-                result = function(rule, p, g, *number, **states, **given)
+                result = function(rule, p, g, *number, **{name: values[named[name]] for name in names})
                 return result if isinstance(result, tuple) else (result,)
 
             mine = [_declared_as(d, named) for d in declared]

@@ -138,8 +138,6 @@ class Schema(NamedTuple):
 
 
 def schema(declared: Sequence[Declaration]) -> Schema:
-    """Return declarations by kind."""
-
     def of(kind: type[Kind]) -> tuple[Kind, ...]:
         return tuple(d for d in declared if isinstance(d, kind))
 

@@ -217,28 +217,24 @@ def _doc(function: Callable[..., Any]) -> str:
 
 def declaration_of(p: inspect.Parameter, source: SpecSource) -> Declaration:
     """Return a parameter's declaration with its name and place; E111 where it has none, or stands in a wrong place."""
-    loc = source.parameters.get(p.name, source.head)
-    keyword = p.kind is p.KEYWORD_ONLY
-    d = p.default
+    loc, d = source.parameters.get(p.name, source.head), p.default
+    if isinstance(d, (StateDecl, HostStateDecl, HyperDecl, FlagDecl)):
+        option = isinstance(d, (HyperDecl, FlagDecl))
+        if option == (p.kind is p.KEYWORD_ONLY):
+            named = replace(d, name=p.name, loc=loc)
+            return replace(named, parts=_parts(p.name, named, source)) if isinstance(named, HyperDecl) else named
+        kind = "a hyper-parameter" if isinstance(d, HyperDecl) else "a flag"
+        got = f"{kind} before the `*`" if option else "a state after the `*`"
+        hint = "it stands after the `*`" if option else "states stand before the `*`"
+        raise UserError("E111", loc=loc, name=p.name, got=got, hint=hint)
     if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
         stars = "*" if p.kind is p.VAR_POSITIONAL else "**"
         hint = "name every state and hyper-parameter; a lone `*` divides them"
         raise UserError("E111", loc=loc, name=f"{stars}{p.name}", got="any number of arguments", hint=hint)
-    if d is p.empty:
-        raise UserError("E111", loc=loc, name=p.name, got="without a default")
-    if isinstance(d, (StateDecl, HostStateDecl)) and not keyword or isinstance(d, FlagDecl) and keyword:
-        return replace(d, name=p.name, loc=loc)
-    if isinstance(d, HyperDecl) and keyword:
-        return replace(d, name=p.name, loc=loc, parts=_parts(p.name, d, source))
-    if isinstance(d, (StateDecl, HostStateDecl)):
-        raise UserError("E111", loc=loc, name=p.name, got="a state after the `*`", hint="states stand before the `*`")
-    if isinstance(d, (HyperDecl, FlagDecl)):
-        kind = "a hyper-parameter" if isinstance(d, HyperDecl) else "a flag"
-        raise UserError("E111", loc=loc, name=p.name, got=f"{kind} before the `*`", hint="it stands after the `*`")
-    if callable(d):
+    if callable(d) and d is not p.empty:
         called = getattr(d, "__name__", "it")
         raise UserError("E111", loc=loc, name=p.name, got=f"`{called}` itself", hint=f"call it: {called}(...)")
-    raise UserError("E111", loc=loc, name=p.name, got=f"{d!r}")
+    raise UserError("E111", loc=loc, name=p.name, got="without a default" if d is p.empty else f"{d!r}")
 
 
 def _parts(name: str, decl: HyperDecl, source: SpecSource) -> tuple[str, ...]:
@@ -302,7 +298,6 @@ _REFERENCES: dict[type, dict[str, str]] = {
 
 
 def _names(d: Declaration, option: str) -> Sequence[str]:
-    """Return the names in an option's text."""
     text = getattr(d, option)
     if not isinstance(text, str) or not text:
         return ()

@@ -93,23 +93,14 @@ class Run:
         self.columns = columns
         self.size = len(grid)
 
-    def entries(self, space: spaces.Space) -> list[int]:
-        """One element for each distinct entry of a space."""
-        if space.name == "elem":
-            return list(range(self.size))
-        if space.name == "row":
-            return list(range(0, self.size, self.columns))
-        return list(range(self.columns)) if space.name == "col" else [0]
-
-    def same(self, space: spaces.Space, i: int, j: int) -> bool:
-        """Return True if two elements share the entry of a space."""
-        if space.name == "row":
-            return i // self.columns == j // self.columns
-        return i % self.columns == j % self.columns if space.name == "col" else True
+    def entry(self, space: spaces.Space, i: int) -> int:
+        """The number of an element's entry of a space."""
+        return {"elem": i, "row": i // self.columns, "col": i % self.columns}.get(space.name, 0)
 
     def group(self, node: Node, i: int) -> list[int]:
-        """The elements whose operand entries a reduction joins at element i."""
-        return [j for j in self.entries(node.args[0].space) if self.same(node.space, i, j)]
+        """The elements whose operand entries a reduction joins at element i, one for each entry."""
+        first = {self.entry(node.args[0].space, j): j for j in reversed(range(self.size))}
+        return [j for j in sorted(first.values()) if self.entry(node.space, j) == self.entry(node.space, i)]
 
     def leaf(self, node: Node, scalars: Mapping[str, float], kept: Mapping[str, list[float]]) -> list[float]:
         if node.op == "load":

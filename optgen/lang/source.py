@@ -141,8 +141,7 @@ class SpecSource:
         return None
 
     def loc(self, node: ast.AST) -> Loc:
-        line, col, end_line, end_col = span_of(node)
-        return Loc(self.file, line, col, end_line, end_col, self.name)
+        return Loc(self.file, *span_of(node), self.name)
 
     @property
     def head(self) -> Loc:
@@ -156,16 +155,10 @@ class SpecSource:
         """Name -> place of the declaration: the parameter and its default."""
         a = self.node.args
         positional = [*a.posonlyargs, *a.args]
-        defaults: list[ast.expr | None] = [None] * (len(positional) - len(a.defaults))
-        pairs = list(zip(positional, defaults + list(a.defaults), strict=True))
-        pairs += list(zip(a.kwonlyargs, a.kw_defaults, strict=True))
-        out = {}
-        for arg, default in pairs:
-            line, col, end_line, end_col = span_of(arg)
-            if default is not None:
-                end_line, end_col = span_of(default)[2:]
-            out[arg.arg] = Loc(self.file, line, col, end_line, end_col, self.name)
-        return out
+        defaults = [None] * (len(positional) - len(a.defaults)) + a.defaults
+        pairs = [*zip(positional, defaults, strict=True), *zip(a.kwonlyargs, a.kw_defaults, strict=True)]
+        spans = {arg.arg: span_of(arg)[:2] + span_of(default or arg)[2:] for arg, default in pairs}
+        return {name: Loc(self.file, *span, self.name) for name, span in spans.items()}
 
     def lambda_of(self, name: str) -> str | None:
         """The lambda in a keyword parameter's default, as text that needs nothing but builtins."""
@@ -208,18 +201,12 @@ class SpecSource:
     @cached_property
     def statements(self) -> tuple[Statement, ...]:
         kinds = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)
+        text = "".join(linecache.getlines(self.file))
         return tuple(
-            Statement(span_of(n), " ".join(self._segment(n).split()), _bound(n))
+            Statement(span_of(n), " ".join((ast.get_source_segment(text, n) or "").split()), _bound(n))
             for n in own_nodes(self.node)
             if isinstance(n, kinds)
         )
-
-    def _segment(self, node: ast.AST) -> str:
-        line, col, end_line, end_col = span_of(node)
-        rows = [linecache.getline(self.file, k).encode() for k in range(line, end_line + 1)]
-        rows[-1] = rows[-1][:end_col]
-        rows[0] = rows[0][col:]
-        return b" ".join(rows).decode()
 
     @cached_property
     def _at_instruction(self) -> list[Statement | None]:

@@ -157,10 +157,6 @@ class Spec:
     def __repr__(self) -> str:
         return f"Spec({self.name!r}, {self.loc.short})"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The author's function itself."""
-        return self.function(*args, **kwargs)
-
     @property
     def kept(self) -> tuple[StateDecl | HostStateDecl, ...]:
         """All states, on the device and on the host."""
@@ -168,7 +164,6 @@ class Spec:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the inputs."""
         return tuple(s.name for s in self.states if s.trait == INPUT)
 
     def waiting(self, trace: Trace) -> tuple[str, ...]:
@@ -180,9 +175,8 @@ class Spec:
     def settings(self) -> tuple[dict[str, bool], ...]:
         """Every flag setting that the constructor accepts, defaults first."""
         names = [f.name for f in self.flags]
-        first = [(f.default, not f.default) for f in self.flags]
-        every = (dict(zip(names, values, strict=True)) for values in itertools.product(*first))
-        return tuple(setting for setting in every if self._possible(setting))
+        values = itertools.product(*((f.default, not f.default) for f in self.flags))
+        return tuple(s for x in values if self._possible(s := dict(zip(names, x, strict=True))))
 
     def _possible(self, setting: Mapping[str, bool]) -> bool:
         """Return True if no flag is on that needs a hyper-parameter which another flag says is 0."""
@@ -363,7 +357,6 @@ class Spec:
         for name, count in fed.items():
             new |= {name: values[name], count: values[count] * floor(0.5 * values[count])}  # 1 -> 0, 2 stays
         return new
-
 
     def _refuse_unknown(self, given: Mapping[str, Any], declared: Sequence[Declaration], kind: str) -> None:
         known = [d.name for d in declared]

@@ -86,14 +86,6 @@ def holds(c: Any) -> bool:
     return bool(c & 1 if isinstance(c, int) else c)
 
 
-def _chosen(c: Any, x: Any, y: Any) -> Any:
-    return x if holds(c) else y
-
-
-def _inverted(x: Any) -> Any:
-    return (not x) if isinstance(x, bool) else ~x
-
-
 def _minus(m: Any, x: Any) -> Any:
     """-x; of a number the negative number, so that t - 1 does not read t - 1 * 1."""
     if not x.is_Number:
@@ -108,10 +100,6 @@ def _power(x: float, e: float) -> float:
 
 def _exp(x: float) -> float:
     return math.exp(x) if not x > 709.0 else math.inf
-
-
-def _log(x: float) -> float:
-    return math.log(x) if x > 0 else -math.inf if x == 0 else math.nan
 
 
 def _erfinv(x: float) -> float:
@@ -163,9 +151,10 @@ _ROWS = (
          symbol="Or"),
     Prim("xor", "cc", "of bools, or of the bits of i32", host=True, infix=("^", 3, True), operator=operator.xor,
          symbol="Xor"),
-    Prim("not", "c", dtype=boolean, host=True, shown="~", operator=_inverted, tensor="logical_not", symbol="Not"),
-    Prim("where", "bxx", "where(c, x, y): both sides are computed", host=True, number=_chosen,
-         symbol=lambda m, c, x, y: m.Piecewise((x, c), (y, True))),
+    Prim("not", "c", dtype=boolean, host=True, shown="~", tensor="logical_not", symbol="Not",
+         operator=lambda x: (not x) if isinstance(x, bool) else ~x),
+    Prim("where", "bxx", "where(c, x, y): both sides are computed", host=True,
+         number=lambda c, x, y: x if holds(c) else y, symbol=lambda m, c, x, y: m.Piecewise((x, c), (y, True))),
     # i32
     Prim("shl", "ik", "x << constant", shown="<<", operator=operator.lshift),
     Prim("shr", "ik", "x >> constant, arithmetic", shown=">>", operator=operator.rshift),
@@ -198,8 +187,8 @@ _ROWS = (
     Prim("pow", "hf", "x ** y of a host scalar x, above 0 where y is none", core=False, host=True,
          shown="x ** y with a variable exponent", number=_power, symbol="Pow"),
     Prim("exp", "f", "e ** x", core=False, host=True, number=_exp, tensor="exp", symbol="exp", rises="+", ulps=2),
-    Prim("log", "f", "natural logarithm: -Inf at 0, NaN below", core=False, host=True, number=_log, tensor="log",
-         symbol="log", rises="+", ulps=2),
+    Prim("log", "f", "natural logarithm: -Inf at 0, NaN below", core=False, host=True, tensor="log", symbol="log",
+         rises="+", ulps=2, number=lambda x: math.log(x) if x > 0 else -math.inf if x == 0 else math.nan),
     Prim("tanh", "f", "hyperbolic tangent", core=False, host=True, number=math.tanh, tensor="tanh", symbol="tanh",
          rises="+", ulps=FAST_ULP),
     Prim("sigmoid", "f", "1 / (1 + exp(-x))", core=False, host=True, number=_sigmoid, tensor="sigmoid",

@@ -70,9 +70,6 @@ class Table:
     values: tuple[float, ...]
     law: Law | None = field(default=None, compare=False)
 
-    def __post_init__(self) -> None:
-        known[str(self)] = self
-
     def __str__(self) -> str:
         """A name that no other table has."""
         return f"{self.name}_{zlib.crc32(struct.pack(f'<{len(self.values)}f', *self.values)):08x}"
@@ -101,10 +98,6 @@ def book(values: tuple[float, ...], bits: int, ties: str, name: str) -> Book:
     lines, missing = law(values, ends), (1 << bits) - len(values)
     entries = Table(name, (*values, *[values[-1]] * missing), lines)
     return Book(entries, Table(f"{name}_ends", (*ends, *[NEVER] * missing), lines))
-
-
-known: dict[str, Table] = {}
-"""Every table by its name, for the parser of the IR's text."""
 
 
 def _runs(points: Sequence[tuple[float, float]], close: Close) -> list[StraightLine]:
