@@ -66,13 +66,11 @@ from optgen.lang import (
     state,
     symmetric,
     trace,
-    unwide,
-    wide,
 )  # fmt: skip
 from optgen.ops import dtypes
 from optgen.runtime import files
 from optgen.runtime.checkpoint import checkpoint
-from optgen.runtime.layout import plans, sharding
+from optgen.runtime.layout import messages, plans, sharded_states, sharding
 from optgen.runtime.reference import matrices
 from optgen.verify.differential import Values, compare, enclose, oracle
 from optgen.verify.intervals import FAST
@@ -219,9 +217,7 @@ def whole(x: Tensor) -> Tensor:
     of = sharding.layout_of(x)
     if not of.dims():
         return x.to_local().detach().clone()
-    wanted = sharding.Whole(of, x.to_local().detach())
-    sharding.gather([wanted])
-    return wanted.found
+    return messages.gather([(of, x.to_local().detach())])[0]
 
 
 @contextmanager
@@ -384,24 +380,6 @@ def stacks_and_heads(here: Here) -> None:
         with refused(ValueError, "divides each matrix of a stack"):
             stack = Piece(here.values(2 * here.world, 8, 16), mesh, [Shard(0)]).parameter(True)
             cls([stack], blocks={"numel > 0": 4 * here.world})
-
-
-@optimizer(cite="none: a function of whole matrices whose operands and results are in fp32")
-def by_qr(
-    p, g, momentum=state(), *, lr=hyper(1e-3, ge=0), is_matrix=shape_flag(lambda shape: len(shape) > 1)
-):
-    momentum = 0.9 * momentum + 0.1 * g
-    p = p - lr * (unwide(momentum, qr(wide(momentum).T).T) if is_matrix else momentum)
-    return p, momentum
-
-
-@case(2, 3)
-def functions_of_whole_matrices(here: Here) -> None:
-    """As Newton-Schulz: parts of fp32 matrices, with ranks that have none; rows, columns and stacks."""
-    mesh = here.mesh(here.world)
-    pieces = rows(here, mesh, [(17, 30), (2, 40), (5, 16, 24)], torch.bfloat16)
-    pieces.append(Piece(here.values(12, 8 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
-    Runs(here, optgen.compile(by_qr, plan="int8_split24"), pieces, plan="int8_split24").step(2)
 
 
 @optimizer(cite="none: as SOAP, without sums over elements", matrix="heads")
@@ -597,7 +575,7 @@ def variant_of(cls: Any, group: dict[str, Any], p: Tensor) -> Any:
 def decoded(cls: Any, group: dict[str, Any], p: Tensor, entry: dict[str, Any]) -> dict[str, Tensor]:
     """The fp32 weight under "p" and the fp32 states, whole."""
     _, plan, variant = checkpoint.select(cls, group, p)
-    made = sharding.decode(plan, variant, p, entry, ("p", *variant.states))
+    made = sharded_states.decode(plan, variant, p, entry, ("p", *variant.states))
     return {name: whole(value) for name, value in made.items()}
 
 
@@ -1333,7 +1311,7 @@ def start(rank: int, world: int, arguments: argparse.Namespace, init: str, local
 def before_ranks() -> None:
     """Compile what cases share, once for all ranks of all runs."""
     accumulator("fp32")
-    for spec, names in ((by_qr, ["int8_split24"]), (factors, ["fp32", "int8_split24"]), (sketched, ["fp32"])):
+    for spec, names in ((factors, ["fp32", "int8_split24"]), (sketched, ["fp32"])):
         for plan in names:
             optgen.compile(spec, plan=plan)
     plans.load(optim.SOAP, "int8")

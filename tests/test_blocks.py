@@ -19,7 +19,7 @@ from optgen.lang.spec import start as first
 from optgen.ops import dtypes
 from optgen.optim import AdamMini, Muon
 from optgen.runtime import Optimizer
-from optgen.runtime.layout import sharding
+from optgen.runtime.layout import sharded_states, sharding
 from optgen.runtime.options.blocks import attention_heads
 from optgen.verify.differential import Values, enclose
 from optgen.verify.intervals import Interval
@@ -306,7 +306,7 @@ def test_checkpoints_of_other_blocks_and_plans(tmp_path: Path) -> None:
 
 # -- parts of several ranks (whole runs: tests/ranks.py) ------------------------------------------------------------
 def check(shape: tuple[int, ...], ranks: int, dim: int, height: int) -> None:
-    sharding._check_blocks(torch.Size(shape), (ranks,), ((dim, 1),), height)
+    sharded_states._check_blocks(torch.Size(shape), (ranks,), ((dim, 1),), height)
 
 
 def test_parts_hold_whole_blocks_or_are_refused() -> None:

@@ -18,6 +18,7 @@ from optgen import optim
 from optgen.runtime.cpu import native
 from optgen.runtime.records.uninterrupted import Uninterrupted
 from optgen.runtime.several import Several
+from tests.training import bits
 
 SHAPES = ((10, 70), (300,), (33,), (3, 4))
 RULES: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -54,11 +55,7 @@ def grade(opt: Any, k: int) -> None:
 
 
 def facts(opt: Any) -> dict[str, Any]:
-    def bits(x: Any) -> Any:
-        tensor = torch.is_tensor(x) and x.dim()
-        return x.detach().contiguous().view(torch.uint8).numpy().tobytes() if tensor else float(x)
-
-    return {n: [bits(p), {k: bits(v) for k, v in opt.state.get(p, {}).items()}] for n, p in params(opt).items()}
+    return {name: bits([p, opt.state.get(p, {})]) for name, p in params(opt).items()}
 
 
 def kept(opt: Any) -> tuple[dict[str, torch.Tensor], Any]:

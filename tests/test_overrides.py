@@ -6,11 +6,13 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import optgen
 from optgen.accumulate import accumulator
@@ -214,22 +216,38 @@ def test_the_short_way_of_a_step_sees_a_plan_that_is_taken_back() -> None:
         train(opt, model, 1)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict", "weights_only"])
+def loaded(model: Net, opt: Optimizer, way: Callable[[Net, Optimizer, Net, Optimizer], None]) -> tuple[Net, Optimizer]:
+    other = copy.deepcopy(model)
+    again = mixed(other)
+    way(model, opt, other, again)
+    return other, again
+
+
+def by_torch(model: Net, opt: Optimizer, other: Net, again: Optimizer, flat: bool = False) -> None:
+    """As torch.distributed.checkpoint does."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = get_optimizer_state_dict(model, opt, options=options)
+    set_optimizer_state_dict(other, again, saved, options=options)
+
+
+COPIES: dict[str, Callable[[Net, Optimizer], tuple[Net, Any]]] = {
+    "deepcopy": lambda model, opt: copy.deepcopy((model, opt)),
+    "pickle": lambda model, opt: pickle.loads(pickle.dumps((model, opt))),
+    "state_dict": partial(loaded, way=lambda model, opt, _, again: again.load_state_dict(opt.state_dict())),
+    "file": partial(loaded, way=lambda model, opt, _, again: again.load_state_dict(through_file(opt.state_dict()))),
+    "distributed": partial(loaded, way=by_torch),
+    "distributed, flat": partial(loaded, way=partial(by_torch, flat=True)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
 def test_a_copy_goes_on_bit_for_bit(how: str) -> None:
     model = net()
     opt = mixed(model)
     train(opt, model, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        if how == "deepcopy":
-            other, again = copy.deepcopy((model, opt))
-        elif how == "pickle":
-            other, again = pickle.loads(pickle.dumps((model, opt)))
-        else:
-            other = copy.deepcopy(model)
-            again = mixed(other)
-            saved: Any = opt.state_dict()
-            again.load_state_dict(through_file(saved) if how == "weights_only" else saved)
+        other, again = COPIES[how](model, opt)
     train(opt, model, 2, seed=9)
     train(again, other, 2, seed=9)
     same(model, other, opt, again)
@@ -320,28 +338,6 @@ def test_a_file_says_its_plans_and_conversion_keeps_them(tmp_path: Any) -> None:
     assert torch.equal(again.state[other.embed.weight]["exp_avg"], key)
     full = opt.master_state_dict(model)["embed.weight"]
     assert torch.equal(again.state[other.embed.weight]["weight_master"], full)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_the_state_dicts_of_distributed_checkpoints_carry_them(flat: bool) -> None:
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-
-    how = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model, other = net(), net()
-    opt, again = mixed(model), mixed(other)
-    train(opt, model, 2)
-    other.load_state_dict(model.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        set_optimizer_state_dict(other, again, get_optimizer_state_dict(model, opt, options=how), options=how)
-    assert again.plans() == opt.plans()
-    train(opt, model, 1, seed=9)
-    train(again, other, 1, seed=9)
-    same(model, other, opt, again)
 
 
 # -- modules that say it themselves ------------------------------------------------------------------------------

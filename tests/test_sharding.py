@@ -29,7 +29,7 @@ from optgen.driver.compile import compile as compiled
 from optgen.lang import flag, hyper, norm, optimizer
 from optgen.optim import LAMB, AdamW, Muon
 from optgen.runtime.cpu import native
-from optgen.runtime.layout import sharding
+from optgen.runtime.layout import messages, sharding
 from optgen.runtime.options import entries, options
 from optgen.runtime.records import Field
 from optgen.runtime.reference.matrices import FLOPS
@@ -73,8 +73,8 @@ def test_kernels_over_parts(interpreter: dict[str, str]) -> None:
 
 @pytest.mark.ranks
 def test_each_matrix_is_worked_on_by_one_rank_and_kernels_over_parts() -> None:
-    names = ["whole_matrices", "stacks_and_heads", "functions_of_whole_matrices", "matrix_states"]
-    names += ["matrix_rules_in_modes", "matrices_have_one_worker", "kernels_over_parts"]
+    names = ["whole_matrices", "stacks_and_heads", "matrix_states", "matrix_rules_in_modes"]
+    names += ["matrices_have_one_worker", "kernels_over_parts"]
     done = ran(*names, "--ranks", "2", "4", "3", "--kernels", "cpp")
     assert done == [f"{n} {name}" for n in (2, 4, 3) for name in names if n in ranks.CASES[name][1]]
 
@@ -355,15 +355,15 @@ def test_workers_stay_when_a_gradient_is_missing(monkeypatch: pytest.MonkeyPatch
 def test_parts_go_to_the_worker_and_back_once() -> None:
     """Each rank sends the bytes that the tool counts, in rounds of few matrices, and its rows of a factor one way."""
     shapes = [(97, 132), (5, 16, 24), (3, 40, 8), (64, 4), (2, 8)]
-    found, factors, messages = [], [0] * 4, list[list[int]]()
+    found, factors, packets = [], [0] * 4, list[list[int]]()
 
     def count(into: Tensor, out: Tensor, expected: list[int], sizes: list[int], **_: Any) -> Mock:
         assert sum(expected) == len(into) and sum(sizes) == len(out)
-        messages.append(sizes)
+        packets.append(sizes)
         return Mock()
 
     for rank in range(4):
-        messages.clear()
+        packets.clear()
         with one_of(4, rank), patch.object(dist, "all_to_all_single", count):
             mesh, parted = init_device_mesh("cpu", (4,)), []
             for k, chosen in enumerate(workers.assign(stacks(*shapes), (4,))):
@@ -376,8 +376,8 @@ def test_parts_go_to_the_worker_and_back_once() -> None:
                 factors[rank] += sum(x.nbytes for x, sent in zip(left, elsewhere, strict=True) if sent)
                 parted.append(workers.Parted(k, of, "last", chosen, [part, left, part], (of, beside, of), 2))
             for exchange in workers.run(parted, lambda _, operands, shapes: [xs[:1] for xs in operands], 1000):
-                sharding.serve([exchange])()
-        found.append(sum(size for sizes in messages for to, size in enumerate(sizes) if to != rank))
+                messages.serve([exchange])()
+        found.append(sum(size for sizes in packets for to, size in enumerate(sizes) if to != rank))
     assert found == [a + b for a, b in zip(scaling.share(shapes, 4).sent, factors, strict=True)]
 
 
@@ -402,16 +402,16 @@ def test_the_memory_of_a_step_over_parts_has_a_limit() -> None:
 def test_workers_keep_what_a_later_function_of_the_step_reads(rule: str, plan: str) -> None:
     """The worker of a matrix of SOAP, half of it elsewhere, gets its bases and gradient once, and sends the turned
     gradient; factors and the update go both ways.  Both rules send what the tool counts."""
-    messages: list[tuple[list[int], list[int]]] = []
+    packets: list[tuple[list[int], list[int]]] = []
     found = [0]
     with one_of(2), scaling.without_kernels():
         p = nn.Parameter(part(128, 128))
         opt = getattr(optim, rule)([("w", p)], plan=plan, precondition_frequency=2)
         for _ in range(3):
             p.grad = part(128, 128)
-            with patch.object(dist, "all_to_all_single", lambda *given, **_: messages.append(given[2:4]) or Mock()):
+            with patch.object(dist, "all_to_all_single", lambda *given, **_: packets.append(given[2:4]) or Mock()):
                 opt.step()
-            found.append(sum(come[1] + go[1] for come, go in messages))
+            found.append(sum(come[1] + go[1] for come, go in packets))
         size = {k: x.to_local().nbytes for k, x in opt.state[p].items() if isinstance(x, DTensor)}
     sent = [b - a for a, b in itertools.pairwise(found[1:])]
     if plan == "fp32":

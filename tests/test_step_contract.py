@@ -17,6 +17,7 @@ from optgen import optim
 from optgen.optim import CAME, LAMB, AdamW, Muon
 from optgen.runtime import Optimizer, files
 from optgen.runtime.step import admit
+from tests import training
 from tests.harness import sampled
 
 
@@ -42,8 +43,7 @@ def test_a_compiled_step_is_compiled_once_while_the_rate_changes() -> None:
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
-    draw = torch.Generator().manual_seed(3)
-    return [nn.Parameter(torch.randn(shape, generator=draw)) for shape in shapes]
+    return training.parameters(shapes, seed=3)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton", "cpp"])

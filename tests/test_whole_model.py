@@ -6,7 +6,6 @@ same gradients: ours (fp32) may be no further from the fp64 path than twice the 
 
 import copy
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import dadaptation
@@ -18,12 +17,10 @@ from torch import Tensor
 
 import optgen
 from optgen.base.errors import UserError
-from optgen.lang import clipped
 from optgen.lang import lookahead as around
 from tests import oracles
 from tests.harness import spec_of
 
-SPECS = Path(__file__).parents[1] / "specs"
 ULP = 2.0**-23
 SHAPES = ((40, 30), (30,), (1, 7), (7, 1), (4, 3, 5), (6, 2, 3, 3), ())
 Make = Callable[[list[torch.nn.Parameter]], Any]
@@ -339,48 +336,6 @@ def test_an_interval_is_a_whole_number(k: float) -> None:
     assert torch.equal(p.detach(), before)
 
 
-# -- rules around any rule
-RULES = sorted(f.stem for f in SPECS.glob("*.py") if f.stem not in ("__init__", "plans"))
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_clipping_goes_around_every_rule(name: str) -> None:
-    """The rule itself with gradients that torch has clipped, in fp64 but for one rounding of the factor."""
-    inner = spec_of(name)
-    outer = clipped(inner)
-    outer.trace()
-    (own,) = {h.name for h in outer.hypers} - {h.name for h in inner.hypers}
-    assert own == ("clipped_max_norm" if any(h.name == "max_norm" for h in inner.hypers) else "max_norm")
-    p = q = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    states: list[Any] = [({}, {}), ({}, {})]
-    for t, (g,) in enumerate(gradients(((4, 3),), 4), 1):
-        factor = torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
-        factor.grad = g.double()
-        norm = torch.nn.utils.clip_grad_norm_([factor], 0.7)
-        assert norm > 0.7
-        p, *states[0] = outer.evaluate(p, g.double(), t, *states[0], **{own: 0.7})
-        q, *states[1] = inner.evaluate(q, factor.grad, t, *states[1])
-        torch.testing.assert_close(p, q, rtol=2.0**-40, atol=2.0**-40)
-
-
-@pytest.mark.parametrize("name", [name for name in RULES if name != "lookahead_adamw"])
-def test_lookahead_goes_around_every_rule(name: str) -> None:
-    """The rule itself, and every second step the paper's two lines."""
-    inner = spec_of(name)
-    outer = around(inner)
-    outer.trace()
-    own = "lookahead_alpha" if any(h.name == "alpha" for h in inner.hypers) else "alpha"
-    p = q = slow = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    states: list[Any] = [({}, {}), ({}, {})]
-    for t, (g,) in enumerate(gradients(((4, 3),), 5), 1):
-        p, *states[0] = outer.evaluate(p, g.double(), t, *states[0], lookahead_k=2, **{own: 0.3})
-        q, *states[1] = inner.evaluate(q, g.double(), t, *states[1])
-        if t % 2 == 0:
-            slow = q = slow + 0.3 * (q - slow)
-        assert torch.equal(p, q)
-    assert torch.equal(states[0][0]["slow"], slow)
-
-
 def test_a_rule_around_itself_is_refused_where_its_names_are_taken() -> None:
     with pytest.raises(UserError, match="`lookahead_k` cannot be used: lookahead_adamw has something of that name"):
         around(spec_of("lookahead_adamw"))
@@ -391,61 +346,42 @@ MATRICES = ((40, 30), (30, 40), (1, 7), (7, 1), (1, 1), (64, 64))
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {},
-        {"nesterov": False, "weight_decay": 0.0, "momentum": 0.5},
-        {"match_rms_adamw": True, "lr": 0.05, "ns_steps": 3, "ns_coefficients": (3.0, -4.0, 2.0)},
-    ],
-)
-def test_muon_is_torchs(options: dict[str, Any]) -> None:
-    given = dict(options)
-    if given.pop("match_rms_adamw", False):
-        given["adjust_lr_fn"] = "match_rms_adamw"
-    cls = compiled("muon")
-    start, gs = weights(MATRICES), gradients(MATRICES, 12)
-    exact, _ = walk(lambda ps: torch.optim.Muon(ps, **given), start, gs, torch.float32)
-    ours, _ = walk(lambda ps: cls(ps, plan="fp32", **options), start, gs, torch.float32)
-    lr = options.get("lr", 1e-3)
-    for a, x, w in zip(ours, exact, start, strict=True):
-        # The direction goes through bf16: where momentum differs in its last bit, a step may differ by a bf16 rounding
-        # of the orthogonal matrix, whose entries are at most 1.2 (the scale is at most sqrt(rows) or 0.2 sqrt(side)).
-        scale = max(1.0, w.shape[0] / w.shape[1]) ** 0.5
-        scale = 0.2 * max(w.shape) ** 0.5 if options.get("match_rms_adamw") else scale
-        assert (a - x).abs().max() <= 12 * (lr * scale * 1.2 * 2.0**-7 + 2 * ULP * x.abs().max())
-        assert (a - x).abs().median() <= 12 * 4 * ULP * x.abs().max()
-
-
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [
+        ("muon", {}), ("muon", {"nesterov": False, "weight_decay": 0.0, "momentum": 0.5}),
+        ("muon", {"match_rms_adamw": True, "lr": 0.05, "ns_steps": 3, "ns_coefficients": (3.0, -4.0, 2.0)}),
         ("adago", {}), ("adamuon", {}), ("low_rank_muon", {}), ("polargrad", {}), ("scion", {}),
         ("scion", {"sign_norm": True}), ("scion", {"row_norm": True}),
     ],
 )  # fmt: skip
-def test_rules_of_matrices_are_their_oracles(name: str, flags: dict[str, bool]) -> None:
-    cls, lr = compiled(name), 0.02
-    start, gs = weights(MATRICES), gradients(MATRICES, 12)
-    hypers = {h.name: h.default for h in cls.HYPERS} | {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5}
-    given = {"adamw": False, "sign_norm": False, "row_norm": False} | flags
-    ours, _ = walk(lambda ps: cls(ps, plan="fp32", **(hypers | flags | {"lr": lr})), start, gs, torch.float32)
+def test_rules_of_matrices_are_their_oracles(name: str, options: dict[str, Any]) -> None:
+    """Muon's is torch's."""
+    cls, start, gs = compiled(name), weights(MATRICES), gradients(MATRICES, 12)
+    hypers: dict[str, Any] = {h.name: h.default for h in cls.HYPERS}
+    hypers |= {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "lr": 0.02} | options
+    flags = dict.fromkeys(("adamw", "sign_norm", "row_norm", "match_rms_adamw"), False) | {"nesterov": True} | options
+    ours, _ = walk(lambda ps: cls(ps, plan="fp32", **hypers), start, gs, torch.float32)
     for k, (w, own) in enumerate(zip(start, ours, strict=True)):
-        step, x = oracles.WHOLE[name](given, hypers), w.clone()
+        step, x = oracles.WHOLE[name](flags, hypers), w.clone()
         for t, g in enumerate((g[k] for g in gs), 1):
-            x = step(x, g, t, lr)
+            x = step(x, g, t, hypers["lr"])
         (rows, columns), n = w.shape, w.numel()
-        # The largest entry of a step of lr = 1, and how far it may be rounded: as of Muon, or by a sum of squares and
-        # few operations of fp32.  A nuclear norm is that of a momentum whose elements are below 5.
+        # The largest entry of a step of lr = 1, and how far it may be rounded: a direction goes through bf16, and where
+        # momentum differs in its last bit, a step may differ by a bf16 rounding of the orthogonal matrix, whose entries
+        # are at most 1.2; or by a sum of squares and few operations of fp32.  A nuclear norm is that of a momentum
+        # whose elements are below 5.
+        tall = 1.2 * max(1.0, rows / columns) ** 0.5
         size, rounding = {
+            "muon": (1.2 * 0.2 * max(w.shape) ** 0.5 if flags["match_rms_adamw"] else tall, 2.0**-7),
             "adago": (1.2, 2.0**-7),
             "adamuon": (0.2 * n**0.5, (n / 2 + 32) * 2.0**-24),
-            "low_rank_muon": (1.2 * max(1.0, rows / columns) ** 0.5, 2.0**-7),
+            "low_rank_muon": (tall, 2.0**-7),
             "polargrad": (1.2 * 5 * n**0.5 * min(w.shape) ** 0.5, 2 * 2.0**-7),
             "scion": (1.2 * (rows / columns) ** 0.5, 2.0**-7),
             "sign_norm": (1.0, 0.0),
             "row_norm": (columns**0.5, (columns / 2 + 32) * 2.0**-24),
-        }[next(iter(flags), name)]
-        assert (own - x).abs().max() <= 12 * (lr * size * rounding + 2 * ULP * x.abs().max())
+        }[next(iter(options), name) if name == "scion" else name]
+        assert (own - x).abs().max() <= 12 * (hypers["lr"] * size * rounding + 2 * ULP * x.abs().max())
         assert (own - x).abs().median() <= 12 * 4 * ULP * x.abs().max()
 
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optgen.runtime.layout import layout, plans, sharding
+from optgen.runtime.layout import layout, messages, plans, sharded_states, sharding
 from optgen.runtime.options import blocks, options, overrides
 from optgen.runtime.options.entries import labels as labels_of
 from optgen.runtime.records import Variant, as_float, beside, fed_name, keys
@@ -151,7 +151,7 @@ def read(
         reading = _Reading(cls, group, {**own, **saved_group}, misfits, loaded)
         absent += reading.read(labels, [order[id(p)] for p in group["params"]], saved_state)
     loaded.states.update({k: _copied(x, None, k, misfits) for k, x in saved_state.items() if k in beside})
-    if sharding.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
+    if messages.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
         misfits.add("another rank found what does not fit its parts, and says it")
     misfits.stop()
     _warn_of_absent(cls, absent, present, loaded.states)
@@ -597,7 +597,7 @@ class _Reading:
             where = f"{where}, plan {plan_name}"
             p = state.at_home(p)
             if sharding.is_sharded(p):
-                parts = sharding.Parts.of(p, variant)
+                parts = sharded_states.Parts.of(p, variant)
                 p, found = parts.weight(p), parts.taken(found)
                 errors = parts.beside("error_bits", errors) if isinstance(errors, Tensor) else errors
             if trained is not None:
@@ -616,7 +616,7 @@ EVALUATED = (
 )
 
 
-def _trained(value: Tensor, target: Tensor, p: Tensor, parts: sharding.Parts | None, own: bool) -> Tensor:
+def _trained(value: Tensor, target: Tensor, p: Tensor, parts: sharded_states.Parts | None, own: bool) -> Tensor:
     """Return a copy of a weight of training that stands beside p, fp32 if it is from a dense state dict.
 
     Raises ValueError if it does not fit.
@@ -652,7 +652,7 @@ class _Source:
     variant: Variant
     target: Tensor
     p: Tensor
-    parts: sharding.Parts | None
+    parts: sharded_states.Parts | None
     entry: Mapping[str, Any]
     exact: Tensor | None
     trained: Tensor | None
@@ -793,7 +793,7 @@ class _Source:
         return None if exact is None else made.pop("p")
 
 
-def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any], parts: sharding.Parts | None = None) -> bool:
+def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any], parts: sharded_states.Parts | None = None) -> bool:
     """Return True if an entry holds torch's dense tensors of the states, not the variant's own fields."""
     few = {f.owner: state.shape(f.of_values, p, parts) for f in variant.fields if not f.wide}
     own = [f for f in variant.fields if f.name not in variant.states]
@@ -812,8 +812,8 @@ def dense_entry(plan: Pair, variant: Variant, p: Tensor, entry: Mapping[str, Any
     dense: dict[str, Any] = {"step": torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")}
     for name in variant.host_names:
         dense[name] = torch.tensor(float(entry[name]), dtype=torch.float32, device="cpu")
-    dense.update(sharding.decode(plan, variant, state.at_home(p), entry, variant.states))
+    dense.update(sharded_states.decode(plan, variant, state.at_home(p), entry, variant.states))
     if state.TRAINED in entry:
         p = state.at_home(state.trained(p, entry))
-        dense[state.TRAINED] = sharding.decode(plan, variant, p, entry, ("p",))["p"]
+        dense[state.TRAINED] = sharded_states.decode(plan, variant, p, entry, ("p",))["p"]
     return dense

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.checkpoint import checkpoint
-from optgen.runtime.layout import sharding
+from optgen.runtime.layout import sharded_states, sharding
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, fed_name
 from optgen.runtime.states import state
@@ -95,12 +95,12 @@ def _changed(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return sharding.wrapped(made, sharding.layout_of(x)) if sharding.is_sharded(x) else made
 
 
-def _part(cls: Any, name: str, entry: Entry, x: Tensor) -> tuple[Tensor, sharding.Parts | None]:
+def _part(cls: Any, name: str, entry: Entry, x: Tensor) -> tuple[Tensor, sharded_states.Parts | None]:
     """Return the part of a value that belongs to what this rank has of a parameter, and how that is sharded."""
     if not sharding.is_sharded(entry.p):
         return x, None
     try:
-        parts = sharding.Parts.of(entry.p, checkpoint.select(cls, entry.group, entry.p, entry.name)[2])
+        parts = sharded_states.Parts.of(entry.p, checkpoint.select(cls, entry.group, entry.p, entry.name)[2])
         return parts.beside(name, x), parts
     except ValueError as error:
         raise ValueError(f"{cls.__name__}.feed: {state.label(entry.p, entry.name)}: {error}") from None

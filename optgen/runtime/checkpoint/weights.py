@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from optgen.runtime.checkpoint import checkpoint
-from optgen.runtime.layout import layout, sharding
+from optgen.runtime.layout import layout, sharded_states, sharding
 from optgen.runtime.options.entries import Entry
 from optgen.runtime.options.options import MODE, hypers_of
 from optgen.runtime.records import Variant
@@ -44,7 +44,7 @@ def fresh(p: Tensor) -> Tensor:
 def full(plan: Pair, variant: Variant, p: Tensor, kept: Mapping[str, Any], name: str | int) -> Tensor:
     """Return the full weight of a parameter with a state; RuntimeError if p is not the weight of its state."""
     state.check(variant, p, kept, name)
-    weight = sharding.decode(plan, variant, p, kept, ("p",))["p"]
+    weight = sharded_states.decode(plan, variant, p, kept, ("p",))["p"]
     if edited(sharding.local(p), sharding.local(weight)):
         raise RuntimeError(
             f"{state.label(p, name)} was changed by something else than the optimizer, and is no rounding of the full "
@@ -224,7 +224,7 @@ def put(
 
     Returns a new state if one had to be made: a DTensor without one has no other place for its low bits.
     """
-    parts = sharding.Parts.of(p, variant) if sharding.is_sharded(p) else None
+    parts = sharded_states.Parts.of(p, variant) if sharding.is_sharded(p) else None
     weight, full = (p, value.detach()) if parts is None else (parts.weight(p), parts.beside("its weight", value))
     full = full.to(device=p.device, dtype=torch.float32).contiguous()
     own = [f.name for f in variant.fields if f.owner == "p"]
@@ -315,7 +315,7 @@ def evaluated(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, 
     given = code.co_varnames[: code.co_argcount]
     names = [name for name in given if name == "p" or name in variant.states]
     options = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    values = sharding.locals_of(sharding.decode(plan, variant, p, kept, names))
+    values = sharding.locals_of(sharded_states.decode(plan, variant, p, kept, names))
     values |= {name: kept[name] for name in given if name in variant.host_names}
     hypers = {name: value for name, value in hypers_of(cls, group).items() if name in options}
     made: Tensor = cls.evaluation(**values, **hypers)

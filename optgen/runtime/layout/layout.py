@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,10 +36,10 @@ def grid(shape: torch.Size) -> tuple[int, int]:
 class Place(NamedTuple):
     """The place of a tensor in the logical tensor that it is a part of, itself if nothing is sharded.
 
-    row, column    of its first element, in the 2-D view of the logical tensor
-    width          columns of that view
-    rows, columns  of the matrices of the logical tensor
-    numel          of the logical tensor
+    row, column    of its first element, in the 2-D view of the logical tensor: 48, 0 for the second of two ranks
+    width          columns of that view: 130 of a tensor (97, 130)
+    rows, columns  of the matrices of the logical tensor: 97, 130
+    numel          of the logical tensor: 12610
     """
 
     row: int
@@ -219,38 +219,60 @@ def encode(
     room    tensors to write them into; without it they are allocated
     weight  the full weight (fp32, p's shape and device) where p is a rounding of it
     """
-    function = plans.storage(plan, variant).encode
     own = [Field("p", dtype_name(p.dtype))] if "p" in wanted else []
     fields = own + [f for f in variant.fields if f.name in wanted]
-    out = {f.name: room[f.name] for f in fields if room and f.name in room}
-    coded = [x for x in variant.eager.matrices if any(f.owner == x for f in fields)]
-    of_matrices = {x: matrix_fields(variant, x, values, p.shape, p.device) for x in coded}
-    for f in fields:
-        if f.name not in out:
-            out[f.name] = torch.empty(field_shape(f, p.shape), dtype=f.torch_dtype, device=p.device)
-        if f.owner in of_matrices:
-            out[f.name].copy_(of_matrices[f.owner][f.name])
-        elif not f.wide:  # as it is, in the field's dtype
-            value = values[f.owner]
-            out[f.name].copy_(value) if isinstance(value, Tensor) else out[f.name].fill_(value)
-        elif variant.of_whole and not p.numel():
-            out[f.name].zero_()
+    out = {f.name: _tensor(f, p, room or {}) for f in fields}
+    _write_few(variant, [f for f in fields if not f.wide], values, p, out)
     fields = [f for f in fields if f.wide]
+    if fields:
+        _write_elements(plan, variant, fields, values, p if weight is None else weight, out)
+    return out
+
+
+def _tensor(field: Field, p: Tensor, room: Mapping[str, Tensor]) -> Tensor:
+    """Return the tensor that a field is written into, a new one unless there is room for it."""
+    if field.name in room:
+        return room[field.name]
+    return torch.empty(field_shape(field, p.shape), dtype=field.torch_dtype, device=p.device)
+
+
+def _write_elements(
+    plan: Pair, variant: Variant, fields: Sequence[Field], values: Mapping[str, Tensor | float], weight: Tensor,
+    out: Mapping[str, Tensor],
+) -> None:  # fmt: skip
+    """Write fields of states of elements, and of the weight."""
     few = {f.owner for f in variant.fields if not f.wide}
-    weight = (p.detach() if weight is None else weight).contiguous()
-    dense = {name: v.contiguous() if isinstance(v, Tensor) else v for name, v in values.items() if name not in few}
-    for part in _parts(variant, p.shape) if fields else ():
-        arguments = {"p": part.of(weight).to(torch.float32).contiguous()}
-        for name, value in dense.items():
-            if isinstance(value, Tensor):
-                arguments[name] = part.of(value).to(torch.float32).contiguous()
-            else:
-                arguments[name] = torch.full_like(arguments["p"], value)
-        made = function(arguments, **part.dims)
+    dense = {"p": weight.detach().contiguous()}
+    for name, value in values.items():
+        if name in few:
+            continue
+        if isinstance(value, Tensor):
+            dense[name] = value.contiguous()
+        else:  # the memory of one number
+            dense[name] = torch.full((), value, dtype=torch.float32, device=weight.device).expand(weight.shape)
+    if variant.of_whole and not weight.numel():
+        for f in fields:
+            out[f.name].zero_()
+    function = plans.storage(plan, variant).encode
+    for part in _parts(variant, weight.shape):
+        made = function({name: part.of(x).to(torch.float32).contiguous() for name, x in dense.items()}, **part.dims)
         for f in fields:
             written = part.of(out[f.name], f)
             written.copy_(made[f.name].reshape(written.shape))
-    return out
+
+
+def _write_few(
+    variant: Variant, fields: Sequence[Field], values: Mapping[str, Tensor | float], p: Tensor,
+    out: Mapping[str, Tensor],
+) -> None:  # fmt: skip
+    """Write fields that hold no element each: matrix states by their codecs, others as they are, in the field's
+    dtype."""
+    coded: dict[str, Tensor] = {}
+    for owner in dict.fromkeys(f.owner for f in fields if f.owner in variant.eager.matrices):
+        coded |= matrix_fields(variant, owner, values, p.shape, p.device)
+    for f in fields:
+        value = coded[f.name] if f.name in coded else values[f.owner]
+        out[f.name].copy_(value) if isinstance(value, Tensor) else out[f.name].fill_(value)
 
 
 def decode(

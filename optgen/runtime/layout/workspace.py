@@ -128,11 +128,11 @@ class Workspace:
     """Room for the tensors of a bucket.
 
     memory    one fp32 tensor
-    columns   for each temp, then for each that a sweep reduces: the address for each tensor
-    offsets   the same as positions in `memory`
+    columns   an address for each tensor, a list for each temp and then for each that a sweep reduces
+    offsets   the same as positions in `memory`: [[0, 64], [128, 144]]
     dense     further memory that `columns` point into
-    axes      for each tensor the address (in `dims`) of what its columns are made of, int64: how many dimensions, their
-              sum, each; () where that does not matter
+    axes      for each tensor an address in `dims`; () where the dimensions of columns do not matter
+    dims      for each tensor how many dimensions its columns have, their sum, and each, int64: 3, 17, 5, 3, 9
     numbers   tables of numbers that kernels look things up in
     """
 
@@ -169,13 +169,16 @@ def make(
     shift = (first - memory.data_ptr()) // 4
     columns = [[first + 4 * offset for offset in column] for column in offsets]
     offsets = [[offset + shift for offset in column] for column in offsets]
-    if dims is None:
-        return Workspace(memory, columns, offsets)
-    said = [(len(one), sum(one), *one) for one in dims]
-    starts = itertools.accumulate((len(one) for one in said), initial=0)
-    told = sent(torch.tensor([x for one in said for x in one], dtype=torch.int64, device="cpu"), device)
-    axes = tuple(told.data_ptr() + 8 * start for start, _ in zip(starts, said, strict=False))
-    return Workspace(memory, columns, offsets, None, axes, told)
+    axes, of_columns = ((), None) if dims is None else _axes(dims, device)
+    return Workspace(memory, columns, offsets, None, axes, of_columns)
+
+
+def _axes(dims: Sequence[tuple[int, ...]], device: torch.device) -> tuple[tuple[int, ...], Tensor]:
+    """Return `Workspace.axes` and `Workspace.dims`."""
+    lines = [(len(sizes), sum(sizes), *sizes) for sizes in dims]
+    table = sent(torch.tensor(list(itertools.chain(*lines)), dtype=torch.int64, device="cpu"), device)
+    starts = itertools.accumulate(map(len, lines[:-1]), initial=0)
+    return tuple(table.data_ptr() + 8 * start for start in starts), table
 
 
 Places = Sequence[layout.Place] | None

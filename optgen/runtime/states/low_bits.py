@@ -107,14 +107,14 @@ class Carrier:
 
     torch then copies parameters without their attributes.
 
-    known   the ids of the parameters that had bits when the module was cast
-    said    True if it was said that some were left behind
+    ids      of the parameters that had bits when the module was cast
+    warned   True if a warning has said that some were left behind
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self.known = frozenset(id(p) for p in module.parameters() if ATTRIBUTE in p.__dict__)
-        self.said = False
+        self.ids = frozenset(id(p) for p in module.parameters() if ATTRIBUTE in p.__dict__)
+        self.warned = False
 
     def _kept(self) -> tuple[nn.Module | None, list[Tensor], list[dict[str, Any]]]:
         """Return the module, its parameters that have bits, and these."""
@@ -138,7 +138,7 @@ def _carrier(params: list[Tensor], kept: list[dict[str, Any]], module: nn.Module
     if not isinstance(module, nn.Module):
         return None
     made = Carrier.__new__(Carrier)
-    made._module, made.known, made.said = weakref.ref(module), frozenset(map(id, params)), False
+    made._module, made.ids, made.warned = weakref.ref(module), frozenset(map(id, params)), False
     return made
 
 
@@ -160,7 +160,7 @@ def carry(module: nn.Module) -> None:
     for part in module.modules():
         part.__dict__.pop(CARRIER, None)
         carrier = Carrier(part)
-        if carrier.known:
+        if carrier.ids:
             part.__dict__[CARRIER] = carrier
     if CARRIER in module.__dict__:
         _carrying.add(module)
@@ -188,7 +188,7 @@ def lost(module: nn.Module) -> int:
     own, found = {id(p) for p in params}, set[int]()
     for part in module.modules():
         carrier = part.__dict__.get(CARRIER)
-        if isinstance(carrier, Carrier) and not carrier.said and (strays := carrier.known - own):
-            carrier.said = True
-            found |= strays
+        if isinstance(carrier, Carrier) and not carrier.warned and (orphans := carrier.ids - own):
+            carrier.warned = True
+            found |= orphans
     return len(found)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from optgen.runtime.layout import layout, sharding
+from optgen.runtime.layout.sharded_states import Parts
 from optgen.runtime.records import Field, Variant, as_float, dtype_name, fed_name
 from optgen.runtime.records.arena import Arena, nbytes
 from optgen.runtime.records.join import Pair
@@ -170,7 +171,7 @@ def create(
     hypers: Mapping[str, Any] | None = None,
     rounded: list[tuple[Tensor, Tensor]] | None = None,
     step: Any = 0,
-    parts: sharding.Parts | None = None,
+    parts: Parts | None = None,
 ) -> State:
     """Return a state before the first step; entries of `present` stay as they are.
 
@@ -181,40 +182,53 @@ def create(
     step      the steps done, if only states that a flag needs from now on are missing
     parts     of the DTensor that p is a part of
     """
-    state: State = dict(present)
-    state["step"] = step
+    state: State = {**present, "step": step}
     for name, value in variant.host_states:
         state.setdefault(name, value)
     missing = [f for f in variant.fields if f.name not in state]
     made = {f.name: zeros(f, p, arena, parts) for f in missing}
     values = first_values(variant, p, hypers or {})
-    coded, of = variant.eager.matrices, p.shape if parts is None else parts.layout.shape
-    for name in dict.fromkeys(f.owner for f in missing if f.owner in coded and f.owner in variant.init):
-        starts = {x: "identity" if variant.init.get(x) == "identity" else values[x] for x in coded}
-        found = layout.matrix_fields(variant, name, starts, of, home(p))
-        for f in missing:
-            if f.owner == name:
-                x = found[f.name]
-                made[f.name].copy_(x if parts is None else sharding.part_of(x, parts.field(f)))
-    missing = [f for f in missing if f.owner not in coded]
-    for f in missing:
-        if variant.init.get(f.owner) == "identity":
-            here = parts.field(f).here if parts is not None else None
-            made[f.name].diagonal(here[-2][0] if here else 0, dim1=-2, dim2=-1).fill_(1)
-    encoded = [f.name for f in missing if f.owner == "p" or isinstance(values[f.owner], Tensor) or values[f.owner] != 0]
-    if encoded:
-        own = {f.name for f in variant.fields if f.owner == "p"}
-        exact = low_bits.exact(p) if rounded is not None and own.isdisjoint(state) else None
-        if exact is not None:
-            values = first_values(variant, exact, hypers or {})
-        if exact is None or rounded is None:
-            layout.encode(plan, variant, p, values, encoded, made)
-        else:
-            rounded.append((p, layout.encode(plan, variant, p, values, [*encoded, "p"], made, exact)["p"]))
+    _start_matrices(variant, p, missing, made, values, parts)
+    encoded = [f.name for f in missing if _is_encoded(variant, f, values)]
+    begins = bool(encoded) and state.keys().isdisjoint(variant.owned("p"))
+    exact = low_bits.exact(p) if rounded is not None and begins else None
+    if exact is not None and rounded is not None:
+        values = first_values(variant, exact, hypers or {})
+        rounded.append((p, layout.encode(plan, variant, p, values, [*encoded, "p"], made, exact)["p"]))
+    elif encoded:
+        layout.encode(plan, variant, p, values, encoded, made)
     return state | made
 
 
-def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any], parts: sharding.Parts | None = None) -> list[int]:
+def _is_encoded(variant: Variant, field: Field, values: Mapping[str, Tensor | float]) -> bool:
+    """Return True for a field, not of a matrix state, that does not begin with zeros."""
+    if field.owner == "p" or field.owner in variant.eager.matrices:
+        return field.owner == "p"
+    value = values[field.owner]
+    return isinstance(value, Tensor) or value != 0
+
+
+def _start_matrices(
+    variant: Variant, p: Tensor, missing: Sequence[Field], made: Mapping[str, Tensor],
+    values: Mapping[str, Tensor | float], parts: Parts | None,
+) -> None:  # fmt: skip
+    """Write the first values of matrix states that are encoded, and the identity into those that are not."""
+    coded, shape = variant.eager.matrices, p.shape if parts is None else parts.layout.shape
+    identity = {x for x, start in variant.init.items() if start == "identity"}
+    starts = {x: "identity" if x in identity else values[x] for x in coded}
+    whole: dict[str, Tensor] = {}
+    for name in {f.owner for f in missing} & variant.init.keys() & coded.keys():
+        whole |= layout.matrix_fields(variant, name, starts, shape, home(p))
+    for f in missing:
+        of = None if parts is None else parts.field(f)
+        if f.name in whole:
+            made[f.name].copy_(whole[f.name] if of is None else sharding.part_of(whole[f.name], of))
+        elif f.owner in identity:
+            here = None if of is None else of.here
+            made[f.name].diagonal(here[-2][0] if here else 0, dim1=-2, dim2=-1).fill_(1)
+
+
+def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any], parts: Parts | None = None) -> list[int]:
     """Return the bytes of each field that `create` will make, in its order; [] for fake tensors."""
     if is_fake(p):
         return []
@@ -222,7 +236,7 @@ def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any], parts: shardi
     return [nbytes(shape(f, p, parts), f.torch_dtype) for f in fields]
 
 
-def shape(field: Field, p: Tensor, parts: sharding.Parts | None) -> tuple[int, ...]:
+def shape(field: Field, p: Tensor, parts: Parts | None) -> tuple[int, ...]:
     """Return the shape of a field's tensor on this rank."""
     return layout.field_shape(field, p.shape) if parts is None else parts.shape(field, p)
 
@@ -241,7 +255,7 @@ def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict
     return values
 
 
-def zeros(field: Field, p: Tensor, arena: Arena | None = None, parts: sharding.Parts | None = None) -> Tensor:
+def zeros(field: Field, p: Tensor, arena: Arena | None = None, parts: Parts | None = None) -> Tensor:
     """Return the field's tensor in which every entry decodes to 0."""
     size = shape(field, p, parts)
     if arena is not None and home(p).type == "cpu" and not is_fake(p):
@@ -260,9 +274,7 @@ def step_count(value: object) -> int | None:
     return int(number) if number is not None and 0 <= number < STEPS and number == int(number) else None
 
 
-def problems(
-    variant: Variant, p: Tensor, state: Mapping[str, Any], parts: sharding.Parts | None = None
-) -> Iterator[str]:
+def problems(variant: Variant, p: Tensor, state: Mapping[str, Any], parts: Parts | None = None) -> Iterator[str]:
     """Yield the reasons why a state is not one of `variant` for p; nothing if it fits."""
     for f in variant.fields:
         want = describe(f.torch_dtype, shape(f, p, parts))
@@ -277,9 +289,7 @@ def problems(
             yield f"{f.name}: expected a contiguous tensor, got strides {value.stride()}"
 
 
-def check(
-    variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int, parts: sharding.Parts | None = None
-) -> None:
+def check(variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int, parts: Parts | None = None) -> None:
     """Raise RuntimeError if the state does not fit the variant and p."""
     found = list(problems(variant, p, state, parts))
     if not found:

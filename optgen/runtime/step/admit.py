@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from optgen.runtime.checkpoint import checkpoint
-from optgen.runtime.layout import plans, sharding
+from optgen.runtime.layout import plans, sharded_states, sharding
 from optgen.runtime.layout.plans import Label
 from optgen.runtime.options import blocks
 from optgen.runtime.options.entries import Entry
@@ -197,28 +197,28 @@ def warn_untrained(cls: Any, groups: Sequence[dict[str, Any]], steps: int) -> No
 # -- at a step ---------------------------------------------------------------------------------------------------------
 
 
-def shard(cls: Any, plan: Pair, variant: Variant, entry: Entry, kept: state.State | None) -> sharding.Shard:
+def shard(cls: Any, plan: Pair, variant: Variant, entry: Entry, kept: state.State | None) -> sharded_states.Shard:
     """Return how a DTensor lies over the ranks; `kept`: its state.
 
     Raises ValueError, before its first step, if no kernel can update its parts at every step.
     """
     p: Any = entry.p
     try:
-        parts = sharding.Parts.of(p, variant)
+        parts = sharded_states.Parts.of(p, variant)
         if not kept:
             for other in plans.at_steps(plan, variant, cls.FLAGS):
-                sharding.is_gathered(other, parts.layout)
+                sharded_states.is_gathered(other, parts.layout)
     except ValueError as error:
         where = f"{tuple(p.placements)} over a mesh of {list(p.device_mesh.shape)}"
         raise ValueError(f"{cls.__name__}: {state.label(p, entry.name)}, {where}: {error}") from None
     owner = kept if kept is not None else {}
-    return sharding.Shard(p, parts.layout, entry.position, owner, parts, parts.gathered)
+    return sharded_states.Shard(p, parts.layout, entry.position, owner, parts, parts.gathered)
 
 
 def local_pair(cls: Any, p: Any, g: Tensor, name: Label) -> tuple[Tensor, Tensor]:
     """Return the parts of a DTensor and its gradient on this rank; errors name the parameter."""
     try:
-        return sharding.pair(p, g)
+        return sharded_states.pair(p, g)
     except (TypeError, ValueError, RuntimeError) as error:
         raise type(error)(f"{cls.__name__}: {state.label(p, name)}: {error}") from None
 
@@ -228,17 +228,7 @@ def check_pair(cls: Any, dtypes: Dtypes, p: Tensor, g: Tensor, name: Label) -> t
 
     Raises RuntimeError or TypeError for a parameter or a gradient that no kernel takes.
     """
-    known, dtype = dtypes.get(id(p)), g.dtype
-    if (
-        known is not None
-        and known[1] is p.dtype
-        and dtype in GRADS
-        and g.layout is torch.strided
-        and g.shape == p.shape
-        and g.device == p.device
-    ):
-        return dtype
-    owner = cls.__name__
+    owner, known, dtype = cls.__name__, dtypes.get(id(p)), g.dtype
     if known is None:  # put into the group by somebody else, as sharding wrappers do
         refuse_unsupported(cls, p)
         known = dtypes[id(p)] = (p, p.dtype)

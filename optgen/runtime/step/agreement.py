@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime.layout import plans, sharding
+from optgen.runtime.layout import messages, plans, sharded_states, sharding
 from optgen.runtime.options.entries import Entry
-from optgen.runtime.step.choice import GroupChoices
+from optgen.runtime.step.sort import GroupChoices
 from optgen.runtime.work import counting
 from optgen.runtime.work.workers import Stack
 
@@ -24,7 +24,7 @@ def gradients_elsewhere(cls: Any, sending: Iterable[Any]) -> dict[Tensor, Tensor
             f"{cls.__name__}: a CUDA graph is being captured, but ranks agree on who has gradients at each "
             f"step of this rule over parts of tensors, for which the host waits: leave step() out of the graph"
         )
-    found = sharding.agreed(list(sending))
+    found = messages.agreed(list(sending))
     return {p: torch.zeros_like(p) for p, has in zip(sending, found, strict=True) if has and p.grad is None}
 
 
@@ -49,7 +49,7 @@ def senders(cls: Any, listed: Sequence[Entry]) -> dict[Any, list[Stack]]:
         if not of.dims():
             continue
         steps = list(plans.at_steps(choice.plan, variant, cls.FLAGS))
-        if any(v.stages for v in steps) or sharding.is_gathered(variant, of):
+        if any(v.stages for v in steps) or sharded_states.is_gathered(variant, of):
             rows = choices.rows(entry.name) if variant.needs_matrix else ()
             found[entry.p] = Stack.of(of, steps, rows)
     return found

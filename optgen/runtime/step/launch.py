@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -113,35 +112,35 @@ class Signature(NamedTuple):
         return self._replace(columns=[self.columns[0], addresses, *self.columns[2:]])
 
 
-class Kernels(ABC):
+class Kernels:
     """The kernels of a bucket's step and the tables that they read.  It holds none of the bucket's own tensors.
 
-    known    the signature for which the tables hold
-    stream   the stream of a GPU on which they were made
-    control  the scalars of a step that is counted on the device, else None
-    apart    whether it has memory for what stages leave for one another that no pool has
+    signature   for which the tables hold
+    stream      the stream of a GPU on which they were made
+    control     the scalars of a step that is counted on the device, else None
+    own_memory  True if it has memory for what stages leave for one another that no pool has
     """
 
     ALIGNMENT: ClassVar[int] = ALIGNMENT
     """Bytes modulo which addresses decide how kernels are launched."""
 
     def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
-        self.known, self.stream = now, stream
+        self.signature, self.stream = now, stream
         self.device, self.variant = bucket.device, bucket.variant
         self.control: counting.Control | None = old.control if old else None
-        self.apart = bucket.pool is None and bool(bucket.variant.temps)
+        self.own_memory = bucket.pool is None and bool(bucket.variant.temps)
 
-    @abstractmethod
     def run(self, scalars: Scalars, step_key: int) -> None:
         """Start the kernels of a step that is one stretch of them."""
+        raise NotImplementedError
 
-    @abstractmethod
     def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
         """Return the step in parts, between which the host has something to do (see staged.py)."""
+        raise NotImplementedError
 
-    @abstractmethod
     def follow(self, gradients: list[int]) -> None:
         """Take over other addresses of gradients, equal to the ones before modulo ALIGNMENT."""
+        raise NotImplementedError
 
     def load(self, scalars: Scalars, step_key: int) -> None:
         """Compile what `run` starts: what a compiler or a device refuses is refused before anything changes."""
@@ -149,19 +148,13 @@ class Kernels(ABC):
 
 
 class Eager(Kernels):
-    """The strict tiles, run as torch; there is no table."""
+    """The strict tiles, run as torch, always in parts; there is no table, and no plan is kept."""
 
     def __init__(self) -> None:
         self.control = None
 
-    def run(self, scalars: Scalars, step_key: int) -> None:
-        raise AssertionError("the host makes all of such a step")
-
     def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
         return eager.runner(bucket, scalars, step_key)
-
-    def follow(self, gradients: list[int]) -> None:
-        raise AssertionError("nothing is kept of such a step")
 
 
 class Native(Kernels):
@@ -173,11 +166,11 @@ class Native(Kernels):
         super().__init__(bucket, now, stream, old)
         self.kernel = bucket.kernel
         if bucket.variant.stages:
-            alike = old is not None and (old.known.shapes, old.known.dims) == (now.shapes, now.dims)
+            alike = old is not None and (old.signature.shapes, old.signature.dims) == (now.shapes, now.dims)
             before = old.table if old is not None and alike else None
             self.table = cpu_stages.table(bucket.variant, *now, before, bucket.pool)
             assert self.table.room is not None
-            self.apart |= any(self.table.room.columns[-1])  # dense copies
+            self.own_memory |= any(self.table.room.columns[-1])  # dense copies
         else:
             room = workspace.make(bucket.variant, (), bucket.device)
             lines = workspace.rows(now.columns, room, now.shapes, now.streams, now.places, False)
@@ -191,9 +184,9 @@ class Native(Kernels):
         return cpu.runner(bucket, self.table, scalars, step_key)
 
     def follow(self, gradients: list[int]) -> None:
-        live = [g for g, shape in zip(gradients, self.known.shapes, strict=True) if 0 not in shape]
+        live = [g for g, shape in zip(gradients, self.signature.shapes, strict=True) if 0 not in shape]
         self.table.rows[1 :: self.table.width] = array("q", live)
-        self.known = self.known.with_gradients(gradients)
+        self.signature = self.signature.with_gradients(gradients)
 
 
 class Triton(Kernels):
@@ -213,7 +206,7 @@ class Triton(Kernels):
         before, grad = old.launches if old else None, getattr(tl, dtype_name(bucket.grad_dtype))
         self.launches: stages.Plan = stages.build(bucket, self.module, grad, now, before, tuning, told)
         self.spare: Tensor | None = None
-        self.apart |= bool(self.launches.kept)
+        self.own_memory |= bool(self.launches.kept)
 
     def load(self, scalars: Scalars, step_key: int) -> None:
         _tell_compiling(self.plan)
@@ -244,7 +237,7 @@ class Triton(Kernels):
     def follow(self, gradients: list[int]) -> None:
         with guard(self.device):
             self.launches = stages.moved(self.launches, workspace.sent(self._point(gradients), self.device))
-        self.known = self.known.with_gradients(gradients)
+        self.signature = self.signature.with_gradients(gradients)
         self.stock()
 
     def stock(self) -> None:
@@ -260,15 +253,15 @@ class Triton(Kernels):
     def for_graph(self, bucket: Bucket, now: Signature) -> tuple[Triton, Tensor | None]:
         """Return kernels for a CUDA graph: these where nothing has moved, else a copy for gradients that lie elsewhere,
         and the memory on the host from which the graph fills its table, at each run."""
-        if now == self.known:
+        if now == self.signature:
             return self, None
         gradients, spare = now.columns[1], self.spare
-        pairs = zip(gradients, self.known.columns[1], strict=False)
-        moved = self.known.with_gradients(gradients) != now or any((a ^ b) % ALIGNMENT for a, b in pairs)
+        pairs = zip(gradients, self.signature.columns[1], strict=False)
+        moved = self.signature.with_gradients(gradients) != now or any((a ^ b) % ALIGNMENT for a, b in pairs)
         if moved or spare is None:
             raise counting.not_ready(f"{state.label(*bucket.first)}, whose gradient lies elsewhere,")
         made, self.spare = copy.copy(self), None
-        made.known, made.spare = now, None
+        made.signature, made.spare = now, None
         spare.copy_(self._point(gradients))
         table = torch.empty_like(spare, device=self.device).copy_(spare, non_blocking=True)
         made.launches = stages.moved(self.launches, table)
@@ -337,7 +330,7 @@ class Launcher:
             old = self._kept.get(key)
             if old is not None and old.stream != stream:
                 old = None
-            if old is None or old.known != now:
+            if old is None or old.signature != now:
                 bucket.check()
                 kind: type[Kernels] = Native if bucket.backend == "cpp" else Triton
                 old = kind(bucket, now, stream, old)
@@ -352,7 +345,7 @@ class Launcher:
     @property
     def grown(self) -> bool:
         """True if this step's kernels have memory beside that of other plans: of their own, or more from a pool."""
-        return any(x.apart for x in self.used.values()) or any(pool.grown for pool in self._pools.values())
+        return any(x.own_memory for x in self.used.values()) or any(pool.grown for pool in self._pools.values())
 
     def _for_graph(self, bucket: Bucket, now: Signature, last: Kernels | None) -> Kernels:
         """Return kernels for a graph, and keep them for as long as the optimizer is there."""

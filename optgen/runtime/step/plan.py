@@ -149,7 +149,7 @@ class Part:
                 return False
             columns = self._takes_parts(columns)
         weights, self.grads, *fields = (list(map(_address, x)) for x in (bucket.params, bucket.grads, *columns))
-        known = self.kernels.known.columns
+        known = self.kernels.signature.columns
         return (
             weights == known[0]
             and fields == known[2:]
@@ -213,7 +213,7 @@ class Part:
 
     def follow(self) -> None:
         """Write the addresses of gradients into the tables, where they have changed."""
-        if self.grads != self.kernels.known.columns[1]:
+        if self.grads != self.kernels.signature.columns[1]:
             self.kernels.follow(self.grads)
 
     def rest(self) -> None:

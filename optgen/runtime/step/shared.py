@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optgen.runtime.layout import sharding
+from optgen.runtime.layout import messages, sharding
 from optgen.runtime.records import sums
 from optgen.runtime.states import state
 from optgen.runtime.step.plan import Ready
@@ -60,20 +60,22 @@ def _run(runners: Iterable[Runner], failures: list[Exception]) -> None:
     arrive: Callable[[], None] = lambda: None  # noqa: E731
     waiting = _on([(r, None) for r in runners], failures)
     while waiting:
-        exchanges = [(r, request) for r, request in waiting if isinstance(request, sharding.Exchange)]
+        exchanges = {id(r): request for r, request in waiting if isinstance(request, messages.Exchange)}
         if exchanges:
             arrive()
-            arrive = sharding.serve(request for _, request in exchanges)
-            on = {id(r): request for r, request in _on([(r, None) for r, _ in exchanges], failures)}
-            asked = {id(r) for r, _ in exchanges}
-            kept = [(r, on.get(id(r)) if id(r) in asked else request) for r, request in waiting]
-            waiting = [(r, request) for r, request in kept if request is not None]
-            continue
-        each = [v for _, values in waiting if isinstance(values, list) for v in values]
-        total = torch.zeros((), dtype=torch.float32, device="cpu")
-        if each:
-            total = sums.in_lanes(torch.stack([v.to(each[0].device).reshape(()) for v in each]))
-        waiting = _on([(r, total) for r, _ in waiting], failures)
+            arrive = messages.serve(exchanges.values())
+            served = _on([(r, None) for r, _ in waiting if id(r) in exchanges], failures)
+            following = {id(r): (r, request) for r, request in served}
+            waiting = [following.get(id(r), (r, x)) for r, x in waiting if id(r) in following or id(r) not in exchanges]
+        else:
+            total = _total([v for _, values in waiting for v in values])
+            waiting = _on([(r, total) for r, _ in waiting], failures)
+
+
+def _total(values: Sequence[Tensor]) -> Tensor:
+    if not values:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    return sums.in_lanes(torch.stack([v.to(values[0].device).reshape(()) for v in values]))
 
 
 def _on(runners: Iterable[tuple[Runner, Tensor | None]], failures: list[Exception]) -> list[tuple[Runner, Any]]:

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.checkpoint import checkpoint, inputs, weights
-from optgen.runtime.layout import plans, sharding, workspace
+from optgen.runtime.layout import plans, sharded_states, sharding, workspace
 from optgen.runtime.layout.plans import Label
-from optgen.runtime.options import options
+from optgen.runtime.options import blocks, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.states import state
 from optgen.runtime.step import admit, backends, shared
 from optgen.runtime.step.admit import Dtypes
-from optgen.runtime.step.choice import Choice, GroupChoices
 from optgen.runtime.work import counting, whole
 from optgen.runtime.work.bucket import Bucket
 
@@ -29,6 +28,68 @@ _PLAIN = (torch.nn.Parameter, Tensor)
 
 Fresh = list[tuple[Bucket, int]]
 """Parameters without states: their bucket, and their index in it."""
+
+
+class Choice:
+    """The plan and the backend of a group's parameters of one dtype and device.
+
+    own       the plan of these parameters alone: "split32"; None for that of the group
+    plan      the rule under the plan
+    backend   the maker of the steps: "triton"
+    counted   True if steps are counted on the device, as capturable=True asks, and fused=True if there is a
+              GradScaler; None: as in their states.  Only Triton kernels can be told
+    limit     elements below which a tensor takes the variant for small ones: 4096
+    variants  the kernels found, by shape and requested blocks: {((6, 4), None): variant}
+    """
+
+    __slots__ = ("backend", "counted", "device", "dtype", "limit", "own", "plan", "variants")
+
+    def __init__(self, cls: Any, group: dict[str, Any], p: Tensor, scaled: bool, own: str | None) -> None:
+        self.dtype, self.device, self.own = p.dtype, p.device, own
+        _, self.plan, self.limit = plans.resolved(cls, group.get("plan"), p.dtype, own)
+        self.backend = backends.choose(group["backend"], p.device, self.plan)
+        self.counted: bool | None = False
+        if self.backend == "triton" and all(flag.clock is None for flag in cls.FLAGS):
+            fused = (scaled or None) if group.get("fused") else False
+            self.counted = True if group.get("capturable") else fused
+        self.variants: dict[tuple[torch.Size, blocks.Count | None], Variant] = {}
+
+
+class GroupChoices:
+    """The choices of one group."""
+
+    def __init__(self, cls: Any, group: dict[str, Any], scaled: bool) -> None:
+        self._cls, self._group, self._scaled = cls, group, scaled
+        self._own, self._blocks = plans.own(group), blocks.of(cls, group)
+        self._made: dict[tuple[torch.dtype, torch.device, str | None], Choice] = {}
+        self._last: Choice | None = None
+
+    def rows(self, name: plans.Label) -> tuple[int, ...]:
+        """Return the rows of each matrix of a parameter that is several of unequal numbers of rows, else ()."""
+        count = self._blocks.get(name) if self._blocks else None
+        return count if isinstance(count, tuple) else ()
+
+    def find(self, entry: Entry) -> tuple[Choice, Variant]:
+        """Return the choice and the variant of a parameter.  Raises ValueError if its blocks do not divide its rows."""
+        p, name, last = entry.p, entry.name, self._last
+        dtype, device, own = p.dtype, p.device, self._own.get(name) if self._own else None
+        if last is None or dtype is not last.dtype or device != last.device or own != last.own:
+            kind = (dtype, device, own)
+            last = self._made.get(kind)
+            if last is None:
+                last = self._made[kind] = Choice(self._cls, self._group, p, self._scaled, own)
+            self._last = last
+        seen = p.shape, self._blocks.get(name) if self._blocks else None
+        variant = last.variants.get(seen)
+        if variant is None:
+            try:
+                shape = blocks.shape(self._cls, p, seen[1])
+            except ValueError as error:
+                raise ValueError(f"{self._cls.__name__}: blocks: parameter {name!r} {error}") from None
+            flags = options.flags_of(self._cls, self._group, shape, name)
+            variant = plans.variant(last.plan, dtype, p.numel() < last.limit, flags, p.ndim < 2)
+            last.variants[seen] = variant = blocks.seen(self._cls, variant, p, seen[1], self._group, name)
+        return last, variant
 
 
 class _Count(NamedTuple):
@@ -100,7 +161,7 @@ class _Sorter:
 
     def _shard(
         self, entry: Entry, choice: Choice, variant: Variant, kept: state.State | None
-    ) -> tuple[sharding.Shard | None, frozenset[str], int]:
+    ) -> tuple[sharded_states.Shard | None, frozenset[str], int]:
         """Return how a parameter lies over ranks, if it does, what of its matrices is cut, and the elements of the
         largest part."""
         if self.sharded is None or not isinstance(entry.p, self.sharded):
@@ -258,15 +319,20 @@ def buckets(
         bucket.variant = plans.at_step(bucket.plan, bucket.variant, bucket.at_step)
     if scaler is not None and not all(b.counted for b in found) and scaler.found_infinity():
         return [], []
+    _compile(owner, found)
+    _refuse_thawed(owner.cls, fresh)
+    shared.check(found)
+    return found, fresh
+
+
+def _compile(owner: Owner, found: Sequence[Bucket]) -> None:
+    """Give buckets C++ kernels, strict maths where eager torch makes the step, and rows for their scalars."""
     backends.compile_all(found, [owner.groups[b.group]["backend"] for b in found])
     for bucket in found:
         if bucket.backend == "reference":
             bucket.variant = plans.strict(bucket.plan, bucket.variant)
-    _refuse_thawed(owner.cls, fresh)
-    shared.check(found)
     for bucket, row in zip(found, counting.table([b.variant.host[1] for b in found]), strict=True):
         bucket.row = row
-    return found, fresh
 
 
 def _refuse_thawed(cls: Any, fresh: Fresh) -> None:
@@ -288,7 +354,14 @@ def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh, arena: Arena |
     rounded: list[tuple[Tensor, Tensor]] = []
     new = [
         state.create(
-            b.plan, b.variant, b.kept(i), b.states[i], arenas.get(b.group), owner.groups[b.group], rounded, b.step,
+            b.plan,
+            b.variant,
+            b.kept(i),
+            b.states[i],
+            arenas.get(b.group),
+            owner.groups[b.group],
+            rounded,
+            b.step,
             b.parts(i),
         )
         for b, i in fresh

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optgen.runtime.layout import layout, sharding, workspace
+from optgen.runtime.layout import layout, sharded_states, sharding, workspace
 from optgen.runtime.records import Variant, keys
 from optgen.runtime.records.join import Pair
 from optgen.runtime.states import state
@@ -22,27 +22,35 @@ Backend = Literal["reference", "triton", "cpp"]
 
 @dataclass(slots=True)
 class Bucket:
-    """Parallel lists, one entry per parameter, and what is the same for all.
+    """Parameters of one group that one kernel steps with the same scalars: parallel lists, and what is one for all.
 
-    step, host     steps done and host states: numbers, or tensors where steps are counted on the device; a bucket that
-                   is the first to be counted there starts with numbers (`move_count`)
-    counted        whether steps are counted on the device (see counting.py)
-    params, grads  as the user holds them until `localize`, then contiguous
-    kernel         of the C++ backend: its compiled function
-    written        (the user's tensor, the contiguous copy that the step writes)
-    cut            what of its tensors' matrices lies over several ranks ("row", "col", "lead"), all of them alike
-    shards         of each parameter that is a DTensor; params, grads and states are then the parts on this rank
-    places         where each tensor lies in its logical tensor; None: each is all of it
-    pool           the memory that it shares with other buckets, which come before or after it; None: its own
-    at_step        the flags that change from step to step
-    turn           of buckets that wait for other ranks, those of one turn run together
+    group          the number of the parameter group: 0
+    plan, variant  the rule under a plan of storage, and its kernel: of AdamW under int8_split24, that of bf16 weights
+    backend        the maker of the step: "cpp"
+    device         of all tensors: cuda:0
+    grad_dtype     the dtype in which kernels read gradients: torch.bfloat16
+    step, host     the count of steps before this one, and the host states: 7, (0.9,); or tensors where a device counts
+                   (counting.py), which begins with numbers (`move_count`)
+    counted        True if a device counts steps, under capturable=True
+    params, grads  the user's tensors until `localize`, then contiguous ones
+    states         of each parameter: {"exp_avg_codes": tensor, ..., "step": 7}
+    streams        the streams of random bits, hashes of names
+    names          of the parameters, or their positions where they have none: "0.weight"
+    written        (tensor of the user, contiguous copy that the step writes): copied back in `finish`
+    kernel         the compiled function of the C++ backend
+    cut            the dimensions of matrices that lie over several ranks: {"row"}; the same for all parameters
+    shards         the layout over ranks of each parameter that is a DTensor; params, grads and states are its parts
+    places         the place of each part in its logical tensor; None if each is all of it
+    pool           the workspace shared with buckets that step before or after; None for one of its own
+    at_step        the setting of flags that change from step to step: (("refresh", True),)
     pieces         of parameters that are matrices of unequal numbers of rows, by index: the label that random bits
-                   follow, and the rows; `divide` puts the matrices in their place
-    wholes         the states of these parameters as the optimizer holds them, by index of the matrix
-    workspace      bytes of its values of elements between sweeps; half of it, of the matrices in one batch
-    kind           what buckets of one kind differ in is the count of their steps
-    positions      of the parameters, over all groups
-    row            its scalars: a row of the table of all buckets of the step (counting.table)
+                   follow, and the rows: ("w", (64, 32)); `divide` puts the matrices in their place
+    wholes         the states of such parameters as the optimizer holds them, by index of the matrix
+    workspace      bytes of values of elements between sweeps: 2**29; half of it, of the matrices in one batch
+    turn           the turn in which buckets that wait for other ranks run together: 0
+    kind           the key of the bucket but for the count of steps
+    positions      of the parameters, over all groups: [0, 3]
+    row            the scalars of the step, a row of the table of all its buckets (counting.table)
     """
 
     group: int
@@ -62,7 +70,7 @@ class Bucket:
     written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     kernel: Callable[..., int] | None = None
     cut: frozenset[str] = frozenset()
-    shards: list[sharding.Shard | None] = field(default_factory=list)
+    shards: list[sharded_states.Shard | None] = field(default_factory=list)
     places: list[layout.Place] | None = None
     pool: workspace.Pool | None = None
     at_step: tuple[tuple[str, bool], ...] = ()
@@ -189,7 +197,7 @@ class Bucket:
         shard = self.shards[i]
         return self.params[i] if shard is None or shard.gathered or not shard.whole else sharding.local(shard.p)
 
-    def parts(self, i: int) -> sharding.Parts | None:
+    def parts(self, i: int) -> sharded_states.Parts | None:
         """Return the layout of a parameter and its states, if it is a DTensor."""
         shard = self.shards[i]
         return None if shard is None else shard.parts

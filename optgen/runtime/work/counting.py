@@ -62,8 +62,9 @@ Scalars = Any
 class Counted(NamedTuple):
     """A bucket's step, its scalars computed.
 
-    key      the step key; 0 where a device makes it
-    after    the count of steps and the host states after the step; or the step on the device
+    scalars  the numbers that kernels take
+    key      the step key, a hash of seed and step; 0 where a device makes it
+    after    the count of steps and the host states after the step: [8, 0.81]; or the step on the device
     """
 
     scalars: Scalars

@@ -20,26 +20,13 @@ from optgen.runtime.work.staged import Runner
 
 def runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
     """Make the step of a bucket whose variant has a step in strict maths."""
-    variant, params = bucket.variant, bucket.params
+    variant = bucket.variant
     step = plans.reference(bucket.plan, variant)
-    shapes = [layout.matrix_shape(variant.matrix, p.shape) for p in params]
-    dims = [layout.column_dims(variant.matrix, p.shape) for p in params] if variant.has_axes else None
+    shapes = [layout.matrix_shape(variant.matrix, p.shape) for p in bucket.params]
+    dims = [layout.column_dims(variant.matrix, p.shape) for p in bucket.params] if variant.has_axes else None
     room = workspace.make(variant, shapes, bucket.device, dims, bucket.pool)
-    wide = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
-    found = []
-    for i in bucket.live:
-        fields = {name: bucket.states[i][name] for name in variant.names}
-        x = Tensors(
-            params[i].view(shapes[i]),
-            bucket.grads[i].view(shapes[i]),
-            {name: t.view(shapes[i]) if name in wide else t for name, t in fields.items()},
-            place=None if bucket.places is None else bucket.places[i][:3],
-            dims=None if dims is None else dims[i],
-            stream=bucket.streams[i],
-        )
-        x.temps = {t.name: _view(room, t, column[i], x) for t, column in zip(variant.temps, room.offsets, strict=False)}
-        found.append(x)
-    numbers = on_device(params[0], *scalars) if scalars else ()
+    found = [_tensors(bucket, i, room, None if dims is None else dims[i]) for i in bucket.live]
+    numbers = on_device(bucket.params[0], *scalars) if scalars else ()
 
     def kernels(begin: int, end: int) -> None:
         for x in found:
@@ -49,6 +36,24 @@ def runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
         yield from staged.drive(bucket, room, scalars, step_key, kernels)
     else:
         kernels(0, 1)
+
+
+def _tensors(bucket: Bucket, i: int, room: Workspace, dims: tuple[int, ...] | None) -> Tensors:
+    """Return a parameter with its gradient, states and temps, seen as matrices; `dims`: of its columns."""
+    variant, p = bucket.variant, bucket.params[i]
+    shape = layout.matrix_shape(variant.matrix, p.shape)
+    wide = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
+    fields = {name: bucket.states[i][name] for name in variant.names}
+    x = Tensors(
+        p.view(shape),
+        bucket.grads[i].view(shape),
+        {name: t.view(shape) if name in wide else t for name, t in fields.items()},
+        place=None if bucket.places is None else bucket.places[i][:3],
+        dims=dims,
+        stream=bucket.streams[i],
+    )
+    x.temps = {t.name: _view(room, t, column[i], x) for t, column in zip(variant.temps, room.offsets, strict=False)}
+    return x
 
 
 def _view(room: Workspace, temp: Temp, at: int, x: Tensors) -> Tensor:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from optgen.runtime.layout import layout, plans
-from optgen.runtime.layout.sharding import Exchange, Layout, Shard, field_layout
+from optgen.runtime.layout.messages import Exchange
+from optgen.runtime.layout.sharded_states import Shard
+from optgen.runtime.layout.sharding import Layout, field_layout
 from optgen.runtime.layout.workspace import Workspace, entries
 from optgen.runtime.records import Field, Stage, Variant
 from optgen.runtime.records.warn import warn
@@ -92,50 +94,84 @@ def _call(
     bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, key: int, at_once: int, tensors: Tensors
 ) -> None:
     """Call the function of a stage for the matrices of tensors, in batches of one shape."""
-    variant = bucket.variant
-    function = plans.matrix_function(bucket.plan, stage.kernel)
-    numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
-    given = [numbers(k) for k in stage.scalars]
-    traits, over, random = variant.eager.matrices, variant.eager.over, variant.eager.random
-    read = _operands(variant, stage)
-    count, drawn = len(read), "stream" in stage.extents or not random.isdisjoint(stage.stores)
-    alike: dict[tuple[int, ...], list[tuple[int, tuple[Tensor, ...]]]] = {}
-    for i, k, shape, values in tensors:
-        sizes = {"rows": shape[-2], "columns": shape[-1], "elements": bucket.numel(i), "stream": 0}
-        if drawn:
-            values.insert(count, functions.streams(bucket.streams[i], shape[:-2], bucket.device, k))
-        size = (*shape[-2:], *(sizes[x] for x in stage.extents))
-        each = (x.reshape(x.shape[:-2].numel(), *x.shape[-2:]).unbind() for x in values)
-        alike.setdefault(size, []).extend((i, x) for x in zip(*each, strict=True))
+    function = _Function(bucket, stage, scalars, key)
     alone = torch.are_deterministic_algorithms_enabled()
-    count += drawn
-    for (rows, columns, *extents), found in alike.items():
+    for (rows, columns, *extents), found in function.alike(tensors).items():
         most = 1 if alone else max(at_once // (4 * rows * columns), 1)
         for start in range(0, len(found), most):
-            batch = found[start : start + most]
-            some = list(zip(*(x for _, x in batch), strict=True))
-            stacked = [torch.stack(x) if len(x) > 1 else x[0] for x in some[:count]]
-            fields, streams = dict(zip(read, stacked, strict=False)), stacked[-1]
-            taken = [CODECS[traits[x]].decode(*map(fields.__getitem__, variant.coded(x))) if x in traits else fields[x]
-                     for x in stage.reads]  # fmt: skip
-            sizes_of = zip(stage.extents, extents, strict=True)
-            last = [streams if x == "stream" else float(size) for x, size in sizes_of]
-            with Noting(bucket, [i for i, _ in batch]):
-                try:
-                    made = function(*taken, *given, *last)
-                except LinAlgError as error:
-                    bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
-                    raise failure(error, bucket, bad or [i for i, _ in batch]) from error
-            results = dict(zip(stage.stores, [made] if isinstance(made, Tensor) else made, strict=True))
-            for name in sorted(stage.stores, key=over.__contains__):
-                new: tuple[Tensor, ...] = (results[name],)
-                if name in traits:
-                    noise = functions.rounding(name, key, streams) if name in random else None
-                    base = [fields[x] for x in variant.owned(over.get(name, ""))]
-                    new = CODECS[traits[name]].encode(*new, *base, noise=noise)
-                fields |= zip(_columns(variant, [name]), new, strict=True)
-            for kept, name in zip(some[count:], _columns(variant, stage.stores), strict=True):
-                torch._foreach_copy_(list(kept), list(fields[name].unbind()) if len(kept) > 1 else [fields[name]])
+            function.call(found[start : start + most], extents)
+
+
+class _Function:
+    """The function of a stage with its scalars, between how values are stored and how they are computed with.
+
+    reads, stores  the fields and temps of its operands and results
+    drawn          whether it, or a result that is rounded, takes the streams of random numbers
+    """
+
+    def __init__(self, bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, key: int) -> None:
+        self.bucket, self.stage, self.key, self.eager = bucket, stage, key, bucket.variant.eager
+        self.function = plans.matrix_function(bucket.plan, stage.kernel)
+        numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
+        self.given = [numbers(k) for k in stage.scalars]
+        self.reads, self.stores = _operands(bucket.variant, stage), _columns(bucket.variant, stage.stores)
+        self.drawn = "stream" in stage.extents or not self.eager.random.isdisjoint(stage.stores)
+
+    def alike(self, tensors: Tensors) -> dict[tuple[int, ...], list[tuple[int, tuple[Tensor, ...]]]]:
+        """Return the matrices of each shape and extents: the number of the tensor, operands, streams and results."""
+        found: dict[tuple[int, ...], list[tuple[int, tuple[Tensor, ...]]]] = {}
+        for i, k, shape, values in tensors:
+            sizes = {"rows": shape[-2], "columns": shape[-1], "elements": self.bucket.numel(i), "stream": 0}
+            if self.drawn:
+                streams = functions.streams(self.bucket.streams[i], shape[:-2], self.bucket.device, k)
+                values.insert(len(self.reads), streams)
+            size = (*shape[-2:], *(sizes[x] for x in self.stage.extents))
+            each = (x.reshape(x.shape[:-2].numel(), *x.shape[-2:]).unbind() for x in values)
+            found.setdefault(size, []).extend((i, x) for x in zip(*each, strict=True))
+        return found
+
+    def call(self, batch: Sequence[tuple[int, tuple[Tensor, ...]]], extents: Sequence[int]) -> None:
+        """Write the results for matrices of one shape."""
+        some = list(zip(*(x for _, x in batch), strict=True))
+        count = len(self.reads) + self.drawn
+        stacked = [torch.stack(x) if len(x) > 1 else x[0] for x in some[:count]]
+        fields, streams = dict(zip(self.reads, stacked, strict=False)), stacked[-1]
+        try:
+            results = self._results(batch, fields, streams, extents)
+        except LinAlgError as error:
+            bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
+            raise failure(error, self.bucket, bad or [i for i, _ in batch]) from error
+        self._encode(results, fields, streams)
+        for kept, name in zip(some[count:], self.stores, strict=True):
+            torch._foreach_copy_(list(kept), list(fields[name].unbind()) if len(kept) > 1 else [fields[name]])
+
+    def _results(
+        self, batch: Sequence[tuple[int, object]], fields: Mapping[str, Tensor], streams: Tensor, extents: Sequence[int]
+    ) -> Sequence[Tensor]:
+        taken = [self._decoded(x, fields) for x in self.stage.reads]
+        sizes = zip(self.stage.extents, extents, strict=True)
+        last = [streams if x == "stream" else float(size) for x, size in sizes]
+        with Noting(self.bucket, [i for i, _ in batch]):
+            made = self.function(*taken, *self.given, *last)
+        return [made] if isinstance(made, Tensor) else made
+
+    def _decoded(self, name: str, fields: Mapping[str, Tensor]) -> Tensor:
+        """Return an operand in fp32, or as it is."""
+        if name not in self.eager.matrices:
+            return fields[name]
+        return CODECS[self.eager.matrices[name]].decode(*map(fields.__getitem__, self.bucket.variant.coded(name)))
+
+    def _encode(self, results: Sequence[Tensor], fields: dict[str, Tensor], streams: Tensor) -> None:
+        """Put the results into `fields`, as they are stored; what others are relative to comes first."""
+        variant, traits = self.bucket.variant, self.eager.matrices
+        named = dict(zip(self.stage.stores, results, strict=True))
+        for name in sorted(self.stage.stores, key=self.eager.over.__contains__):
+            new: tuple[Tensor, ...] = (named[name],)
+            if name in traits:
+                noise = functions.rounding(name, self.key, streams) if name in self.eager.random else None
+                base = [fields[x] for x in variant.owned(self.eager.over.get(name, ""))]
+                new = CODECS[traits[name]].encode(*new, *base, noise=noise)
+            fields |= zip(_columns(variant, [name]), new, strict=True)
 
 
 class Noting:

@@ -13,22 +13,27 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from optgen.runtime.layout import layout, sharding
+from optgen.runtime.layout import layout, messages, sharding
 from optgen.runtime.layout.workspace import Workspace, entries
-from optgen.runtime.records import Matrix, Stage, Variant
+from optgen.runtime.records import Matrix, Stage, Temp, Variant
 from optgen.runtime.reference import matrices as functions
 from optgen.runtime.work import matrices, workers
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import Control
 
-Runner = Generator[list[Tensor] | sharding.Exchange, Tensor | None, None]
+Runner = Generator[list[Tensor] | messages.Exchange, Tensor | None, None]
 """Yields what each of its tensors adds to a sum (0-dim, fp32), and is sent the sum; or what it needs of other ranks."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """kernels: stages [begin, end), functions of matrices not counted; call: one of those; sum: temps of the model;
-    ranks: temps of parts, which other ranks have, too."""
+    """A part of a step: kernels, or what the host does between them.
+
+    kind         "kernels"; "call" of a function of matrices; "sum" over the model; "ranks": sums over ranks
+    begin, end   of kernels: the stages, those on the host not counted: 0, 2
+    stage        of a call
+    temps        the values that are summed: ("norm",)
+    """
 
     kind: Literal["kernels", "call", "sum", "ranks"]
     begin: int = 0
@@ -55,42 +60,40 @@ def parts(variant: Variant, cut: frozenset[str] = frozenset()) -> tuple[Part, ..
     cut   what of the tensors lies over several ranks: what is summed over that is summed over ranks as late as can be,
           together with what else then waits
     """
-    sums = set(variant.model_temps)
     temps = {t.name: t for t in variant.temps}
     out: list[Part] = []
     waiting: list[str] = []
     begin = end = 0
     for k, stage in enumerate(variant.stages):
-        following = variant.stages[k + 1] if k + 1 < len(variant.stages) else None
         seen = _SEEN.get(stage.space)
+        between: list[Part] = []
         if waiting and (seen is None or any(temps[name].space in seen for name in waiting)):
-            if end > begin:
-                out.append(Part("kernels", begin, end))
-            out.append(Part("ranks", temps=tuple(waiting)))
-            begin, waiting = end, []
+            between, waiting = [Part("ranks", temps=tuple(waiting))], []
         if stage.on_host:
-            if end > begin:
-                out.append(Part("kernels", begin, end))
-            out.append(Part("call", stage=stage))
+            between.append(Part("call", stage=stage))
+        if between:
+            out += [Part("kernels", begin, end)] * (end > begin) + between
             begin = end
-        else:
+        if not stage.on_host:
             end += 1
-            waiting += [
-                name
-                for name in stage.temps
-                if temps[name].reduction
-                and temps[name].space != "model"
-                and sharding.reduced(temps[name].space, temps[name].source) & cut
-            ]
-        if following is None or following.level != stage.level:
-            level = [s for s in variant.stages if s.level == stage.level]
-            wanted = tuple(t for s in level for t in s.temps if t in sums)
-            if wanted:
-                out += [Part("kernels", begin, end)] * (end > begin) + [Part("sum", temps=wanted)]
-                begin = end
-    if end > begin:
-        out.append(Part("kernels", begin, end))
-    return tuple(out)
+            waiting += [name for name in stage.temps if _is_over_ranks(temps[name], cut)]
+        if wanted := _summed_after(variant, k):
+            out += [Part("kernels", begin, end)] * (end > begin) + [Part("sum", temps=wanted)]
+            begin = end
+    return (*out, Part("kernels", begin, end)) if end > begin else tuple(out)
+
+
+def _is_over_ranks(temp: Temp, cut: frozenset[str]) -> bool:
+    """Return True for what is summed over a dimension of which ranks have parts."""
+    return bool(temp.reduction) and temp.space != "model" and bool(sharding.reduced(temp.space, temp.source) & cut)
+
+
+def _summed_after(variant: Variant, k: int) -> tuple[str, ...]:
+    """Return what a level of stages adds to sums over the model, if stage k is its last one."""
+    level, sums = variant.stages[k].level, set(variant.model_temps)
+    if any(stage.level == level for stage in variant.stages[k + 1 : k + 2]):
+        return ()
+    return tuple(t for stage in variant.stages if stage.level == level for t in stage.temps if t in sums)
 
 
 def drive(
@@ -114,7 +117,7 @@ def drive(
                 error = yield from _call(bucket, room, part.stage, position[part.stage.temps[0]], scalars)
             failure = failure or error
         elif part.kind == "ranks":
-            yield sharding.Exchange(sums=_over_ranks(bucket, room, part.temps))
+            yield messages.Exchange(sums=_over_ranks(bucket, room, part.temps))
         else:
             for name in part.temps:
                 at = [k for _, k in _with_elements(bucket, room.offsets[position[name]])]
@@ -145,7 +148,7 @@ def _with_elements(bucket: Bucket, column: Sequence[int]) -> list[tuple[int, int
     return [(i, column[i]) for i in live]
 
 
-def _over_ranks(bucket: Bucket, room: Workspace, names: Sequence[str]) -> list[sharding.Sum]:
+def _over_ranks(bucket: Bucket, room: Workspace, names: Sequence[str]) -> list[messages.Sum]:
     """Return the sums of values of which other ranks have parts, too."""
     found = []
     for k, temp in enumerate(bucket.variant.temps):
@@ -161,13 +164,13 @@ def _over_ranks(bucket: Bucket, room: Workspace, names: Sequence[str]) -> list[s
             size = entries(temp.space, layout.matrix_shape(matrix, bucket.params[i].shape))
             if groups:
                 value = room.memory[at : at + size]
-                found.append(sharding.Sum(shard.position, groups, temp.reduction.endswith("max"), value))
+                found.append(messages.Sum(shard.position, groups, temp.reduction.endswith("max"), value))
     return found
 
 
 def _call(
     bucket: Bucket, room: Workspace, stage: Stage, temp: int, scalars: Sequence[float] | Control
-) -> Generator[sharding.Exchange, Tensor | None, Exception | None]:
+) -> Generator[messages.Exchange, Tensor | None, Exception | None]:
     """A function of whole matrices of every tensor, in place; matrices of one shape are a batch.
 
     Of a tensor that lies over several ranks each matrix is worked on by one of them; returns its error.

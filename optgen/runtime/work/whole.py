@@ -8,48 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from optgen.runtime.layout import sharding
+from optgen.runtime.layout import messages, sharded_states, sharding
 from optgen.runtime.work.bucket import Bucket
+
+
+def _shards(buckets: Iterable[Bucket]) -> list[tuple[Bucket, int, sharded_states.Shard]]:
+    """Return the buckets' parameters of several ranks, in the order in which ranks send."""
+    found = [(b, i, shard) for b in buckets for i, shard in enumerate(b.shards) if shard is not None]
+    return sorted(found, key=lambda x: x[2].position)
 
 
 def collect(buckets: Iterable[Bucket]) -> None:
     """Parameters and gradients of such parameters, whole; and where all others lie."""
-    found = [(b, i, shard) for b in buckets for i, shard in enumerate(b.shards) if shard is not None]
+    found = _shards(buckets)
     for b, i, shard in found:
         if i in b.pieces or (b.backend == "reference" and b.variant.stages and shard.layout.dims()):
             shard.whole = True
-    found.sort(key=lambda x: x[2].position)
-    wanted = [
-        (b, i, shard, sharding.Whole(shard.layout, b.params[i]), sharding.Whole(shard.layout, b.grads[i]))
-        for b, i, shard in found
-        if shard.whole
-    ]
-    sharding.gather([w for *_, p, g in wanted for w in (p, g)])
-    for b, i, shard, p, g in wanted:
-        assert p.found is not None and g.found is not None
-        b.written.append((b.params[i], sharding.part_of(p.found, shard.layout)))
-        b.params[i], b.grads[i] = p.found, g.found
+    wanted = [(b, i, shard.layout) for b, i, shard in found if shard.whole]
+    whole = iter(messages.gather([(of, x) for b, i, of in wanted for x in (b.params[i], b.grads[i])]))
+    for (b, i, of), p, g in zip(wanted, whole, whole, strict=True):
+        b.written.append((b.params[i], sharding.part_of(p, of)))
+        b.params[i], b.grads[i] = p, g
     for b in {id(b): b for b, *_ in found}.values():
         b.settle()
 
 
 def collect_states(buckets: Iterable[Bucket]) -> None:
     """Their states, where ranks keep parts of them."""
-    found = [
-        (b, i, shard)
-        for b in buckets
-        for i, shard in enumerate(b.shards)
-        if shard is not None and shard.whole and not shard.gathered
-    ]
-    found.sort(key=lambda x: x[2].position)
     wanted = []
-    for b, i, shard in found:
-        for f in b.variant.fields:
+    for b, i, shard in _shards(buckets):
+        for f in b.variant.fields if shard.whole and not shard.gathered else ():
             of = sharding.field_layout(f, shard.layout)
             if of.dims():
-                wanted.append((b, i, f.name, sharding.Whole(of, b.states[i][f.name])))
-    sharding.gather([item for *_, item in wanted])
-    for b, i, name, item in wanted:
-        assert item.found is not None
-        b.written.append((b.states[i][name], sharding.part_of(item.found, item.layout)))
-        b.states[i] = {**b.states[i], name: item.found}
+                wanted.append((b, i, f.name, of))
+    whole = messages.gather([(of, b.states[i][name]) for b, i, name, of in wanted])
+    for (b, i, name, of), x in zip(wanted, whole, strict=True):
+        b.written.append((b.states[i][name], sharding.part_of(x, of)))
+        b.states[i] = {**b.states[i], name: x}

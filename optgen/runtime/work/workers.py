@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import layout
-from optgen.runtime.layout.sharding import Cuts, Exchange, Layout, Move, Span, region
+from optgen.runtime.layout.messages import Exchange, Move
+from optgen.runtime.layout.sharded_states import Shard
+from optgen.runtime.layout.sharding import Cuts, Layout, Span, region
 from optgen.runtime.records import Heads, Matrix, Variant
 from optgen.runtime.reference.matrices import FLOPS, products
 from optgen.runtime.reference.matrix_codecs import NAN
@@ -34,9 +36,22 @@ Shapes = Sequence[tuple[int, ...]]
 Work = Callable[[Sequence[Key], Sequence[list[Tensor]], Sequence[Shapes]], Sequence[list[Tensor]]]
 """A function of whole matrices: of the operands of each, and the shapes of its results, it makes the results."""
 
-Piece = tuple[int, int, int, tuple[slice, ...], bool]
-"""The part of a value of a matrix that a rank has: the rank that holds it, or its worker; the tensor; the value; its
-indices in the value, or in the part; False if another replica sends it to the worker."""
+
+class Piece(NamedTuple):
+    """The part of a value of a matrix that a rank has.
+
+    rank    the rank that holds it, or its worker
+    tensor  the number of the tensor in a list of Parted
+    value   the position of the value
+    at      indices in the value, or in the part
+    near    False if another replica sends it to the worker
+    """
+
+    rank: int
+    tensor: int
+    value: int
+    at: tuple[slice, ...]
+    near: bool
 
 
 class Stack(NamedTuple):
@@ -100,26 +115,35 @@ def assign(stacks: tuple[Stack, ...], mesh: tuple[int, ...], start: int = 0) -> 
     return list(map(tuple, found))
 
 
-def share(buckets: Sequence[Bucket], known: Mapping[Any, Sequence[Stack]], start: int) -> None:
+def share(buckets: Sequence[Bucket], trained: Mapping[Any, Sequence[Stack]], start: int) -> None:
     """Give shards the workers of their matrices.
 
-    known   the trainable DTensors of all steps, whose work over a mesh is shared at once: a worker stays the same,
-            whichever parameters have gradients
+    trained   the trainable DTensors of all steps, whose work over a mesh is shared at once: a worker stays the same,
+              whichever parameters have gradients
     """
-    stacks = {p: found for p, found in known.items() if any(stack.flops for stack in found)}
-    calling = [b for b in buckets if any(stage.on_host for stage in b.variant.stages)]
-    shards = [(b, i, x) for b in calling for i, x in enumerate(b.shards) if x is not None and x.layout.dims()]
+    stacks = {p: found for p, found in trained.items() if any(stack.flops for stack in found)}
+    shards = _calling(buckets)
     for b, i, shard in shards:  # frozen ones may have a gradient
         if shard.p not in stacks:
             stacks[shard.p] = Stack.of(shard.layout, [b.variant], b.pieces[i][1] if i in b.pieces else ())
     for mesh in dict.fromkeys(shard.layout.mesh for *_, shard in shards):
-        some = [(p, stack) for p, found in stacks.items() if p.device_mesh == mesh for stack in found]
-        workers: dict[Any, tuple[int, ...]] = {}
-        for (p, _), found in zip(some, assign(tuple(x for _, x in some), tuple(mesh.shape), start), strict=True):
-            workers[p] = (*workers.get(p, ()), *found)
+        some = {p: found for p, found in stacks.items() if p.device_mesh == mesh}
+        chosen = iter(assign(tuple(itertools.chain(*some.values())), tuple(mesh.shape), start))
+        workers = {p: tuple(itertools.chain(*itertools.islice(chosen, len(found)))) for p, found in some.items()}
         for *_, shard in shards:
             if shard.layout.mesh == mesh:
                 shard.workers = workers[shard.p]
+
+
+def _calling(buckets: Iterable[Bucket]) -> list[tuple[Bucket, int, Shard]]:
+    """Return the parameters that are cut and whose step calls a function of whole matrices."""
+    calling = [b for b in buckets if any(stage.on_host for stage in b.variant.stages)]
+    return [(b, i, x) for b in calling for i, x in enumerate(b.shards) if x is not None and x.layout.dims()]
+
+
+Kind = tuple[Layout, Matrix, tuple[int, ...], tuple[Layout, ...], tuple[int, ...]]
+"""The facts that decide the rounds of a tensor: layout, matrix, workers, layouts of the values, and bytes of an element
+of each operand."""
 
 
 class Parted(NamedTuple):
@@ -128,8 +152,8 @@ class Parted(NamedTuple):
     workers   the rank of each matrix, as `assign` has them
     values    this rank's parts of what is read, `reads` in number, and of the results, which are written
     layouts   of the values; those of another shape than the tensor have its matrices along their first dimensions
-    known     positions in `values` and names of what workers have of earlier functions: nobody sends that
-    wanted    positions in `values` and names of what workers keep for later functions
+    cached    positions in `values` and names of what workers have from earlier functions: nobody sends that
+    to_cache  positions in `values` and names of what workers keep for later functions
     """
 
     number: int
@@ -139,8 +163,13 @@ class Parted(NamedTuple):
     values: list[Tensor]
     layouts: tuple[Layout, ...]
     reads: int
-    known: Mapping[int, str] = {}
-    wanted: Mapping[int, str] = {}
+    cached: Mapping[int, str] = {}
+    to_cache: Mapping[int, str] = {}
+
+    @property
+    def kind(self) -> Kind:
+        sizes = tuple(x.itemsize for x in self.values[: self.reads])
+        return self.layout, self.matrix, self.workers, self.layouts, sizes
 
 
 def run(
@@ -159,57 +188,82 @@ def run(
     failure: Exception | None = None
     kept = {} if kept is None else kept
     for mesh in dict.fromkeys(x.layout.mesh for x in parted):
-        some = [x for x in parted if x.layout.mesh == mesh]
-        sizes = [tuple(y.itemsize for y in x.values[: x.reads]) for x in some]
-        sent = [{*range(x.reads)} - {*x.known} for x in some]
-        kinds = tuple((x.layout, x.matrix, x.workers, x.layouts, n) for x, n in zip(some, sizes, strict=True))
-        rounds, returned = _rounds(kinds, room), list[Move]()
-        for n, (held, tasks) in enumerate(rounds):
-            if n == 0:
-                following, moves = _operands(some, sent, rounds[0], mesh, kept)
-                yield Exchange(moves=moves)
-            whole = following
-            if n + 1 < len(rounds):
-                following, moves = _operands(some, sent, rounds[n + 1], mesh, kept)
+        some = _Work(mesh, [x for x in parted if x.layout.mesh == mesh], work, room, kept)
+        following, moves = some.operands(0)
+        yield Exchange(moves=moves)
+        returned: list[Move] = []
+        for n in range(len(some.rounds)):
+            operands = following
+            following, moves = some.operands(n + 1)
+            if len(some.rounds) > 1:
                 yield Exchange(moves=[*returned, *moves], ahead=True)
-            elif n:
-                yield Exchange(moves=returned, ahead=True)
-            after = [slice(some[task.tensor].reads, None) for task in tasks]
-            keys = [(some[task.tensor].number, task.matrix) for task in tasks]
-            try:
-                results = work(keys, whole, [task.shapes[rest] for task, rest in zip(tasks, after, strict=True)])
-            except Exception as error:
-                failure = failure or error
-                made = [_made(some[task.tensor], task, rest) for task, rest in zip(tasks, after, strict=True)]
-                results = [[y.fill_(math.nan if y.is_floating_point() else NAN) for y in ys] for ys in made]
-            for key, task, xs, ys in zip(keys, tasks, whole, results, strict=True):
-                kept |= {(*key, name): (*xs, *ys)[j] for j, name in some[task.tensor].wanted.items()}
-            found = [(p, ys) for task, ys in zip(tasks, results, strict=True) for p in task.pieces]
-            sends = [(rank, ys[j - some[k].reads][at]) for (rank, k, j, at, _), ys in found if j >= some[k].reads]
-            receives = [(rank, some[k].values[j][at]) for rank, k, j, at, _ in held if j >= some[k].reads]
-            returned = [Move(mesh, sends, receives)]
-        if returned:
-            yield Exchange(moves=returned)
+            returned = [some.results(n, operands)]
+        yield Exchange(moves=returned)
+        failure = failure or some.failure
     return failure
 
 
-def _operands(
-    some: Sequence[Parted], sent: Sequence[set[int]], one: _Round, mesh: Any, kept: Kept
-) -> tuple[list[list[Tensor]], list[Move]]:
-    """Return new tensors for the operands of this rank's matrices in a round, and how their pieces come there.
+class _Work:
+    """Tensors over one mesh, and the rounds in which their matrices are worked on.
 
-    sent   positions of the values of each tensor that are sent; the others are kept
+    failure   the first error of the function
     """
-    held, tasks = one
-    whole = [_made(some[task.tensor], task, slice(some[task.tensor].reads)) for task in tasks]
-    for task, xs in zip(tasks, whole, strict=True):
-        for j, name in some[task.tensor].known.items():
-            if j < len(xs):
-                xs[j] = kept[some[task.tensor].number, task.matrix, name]
-    pieces = [(piece, xs) for task, xs in zip(tasks, whole, strict=True) for piece in task.pieces]
-    sends = [(rank, some[k].values[j][at]) for rank, k, j, at, near in held if near and j in sent[k]]
-    receives = [(rank, xs[j][at]) for (rank, k, j, at, near), xs in pieces if near and j in sent[k]]
-    return whole, [Move(mesh, sends, receives)]
+
+    def __init__(self, mesh: Any, parted: Sequence[Parted], function: Work, room: int, kept: Kept) -> None:
+        self.mesh, self.parted, self.function, self.kept = mesh, parted, function, kept
+        self.rounds = _rounds(tuple(x.kind for x in parted), room)
+        self.failure: Exception | None = None
+
+    def operands(self, n: int) -> tuple[list[list[Tensor]], list[Move]]:
+        """Return new tensors for the operands of this rank's matrices in a round, and how their pieces come there;
+        nothing after the last round."""
+        if n == len(self.rounds):
+            return [], []
+        held, tasks = self.rounds[n]
+        operands = [self._operands(task) for task in tasks]
+        pieces = [(y, xs) for task, xs in zip(tasks, operands, strict=True) for y in task.pieces if self._is_sent(y)]
+        sends = [(y.rank, self._part(y)) for y in held if self._is_sent(y)]
+        return operands, [Move(self.mesh, sends, [(y.rank, xs[y.value][y.at]) for y, xs in pieces])]
+
+    def _part(self, piece: Piece) -> Tensor:
+        return self.parted[piece.tensor].values[piece.value][piece.at]
+
+    def _is_sent(self, piece: Piece) -> bool:
+        """Return True for a piece of an operand that workers get."""
+        x = self.parted[piece.tensor]
+        return piece.near and piece.value < x.reads and piece.value not in x.cached
+
+    def _operands(self, task: _Task) -> list[Tensor]:
+        x = self.parted[task.tensor]
+        return [
+            self.kept[x.number, task.matrix, x.cached[j]] if j in x.cached else value.new_empty(shape)
+            for j, (value, shape) in enumerate(zip(x.values[: x.reads], task.shapes, strict=False))
+        ]
+
+    def results(self, n: int, operands: Sequence[list[Tensor]]) -> Move:
+        """Work on this rank's matrices of a round; return how the pieces of their results go to other ranks."""
+        held, tasks = self.rounds[n]
+        own = [self.parted[task.tensor] for task in tasks]
+        keys = [(x.number, task.matrix) for x, task in zip(own, tasks, strict=True)]
+        shapes = [task.shapes[x.reads :] for x, task in zip(own, tasks, strict=True)]
+        try:
+            results = self.function(keys, operands, shapes)
+        except Exception as error:
+            self.failure = self.failure or error
+            results = [_failed(x, some) for x, some in zip(own, shapes, strict=True)]
+        sends = []
+        for x, key, task, xs, ys in zip(own, keys, tasks, operands, results, strict=True):
+            values = [*xs, *ys]
+            self.kept |= {(*key, name): values[j] for j, name in x.to_cache.items()}
+            sends += [(y.rank, values[y.value][y.at]) for y in task.pieces if y.value >= x.reads]
+        receives = [(y.rank, self._part(y)) for y in held if y.value >= self.parted[y.tensor].reads]
+        return Move(self.mesh, sends, receives)
+
+
+def _failed(x: Parted, shapes: Shapes) -> list[Tensor]:
+    """Return NaN for the results of a matrix."""
+    made = [y.new_empty(shape) for y, shape in zip(x.values[x.reads :], shapes, strict=True)]
+    return [y.fill_(math.nan if y.is_floating_point() else NAN) for y in made]
 
 
 class _Task(NamedTuple):
@@ -225,26 +279,15 @@ _Round = tuple[list[Piece], list[_Task]]
 """A part that is worked on at one time: (this rank's pieces, its matrices)."""
 
 
-def _made(x: Parted, task: _Task, which: slice) -> list[Tensor]:
-    """Return new tensors for some of the values of a matrix."""
-    return [y.new_empty(shape) for y, shape in zip(x.values[which], task.shapes[which], strict=True)]
-
-
 @functools.lru_cache(maxsize=65536)
-def _rounds(
-    parted: tuple[tuple[Layout, Matrix, tuple[int, ...], tuple[Layout, ...], tuple[int, ...]], ...], room: int
-) -> list[_Round]:
-    """Return the rounds.
-
-    parted   layout, matrix, workers, layouts of the values, and bytes of an element of each operand
-    In each round every worker puts `room` bytes together, one matrix at least.
-    """
+def _rounds(kinds: tuple[Kind, ...], room: int) -> list[_Round]:
+    """Return the rounds: in each every worker puts `room` bytes together, one matrix at least."""
     rounds: list[_Round] = []
     filled: dict[int, tuple[int, int]] = {}
-    for k, (of, matrix, workers, layouts, sizes) in enumerate(parted):
-        views, lead = [_View.of_layout(x) for x in layouts], len(layout.matrix_shape(matrix, of.shape)) - 2
+    for k, (of, matrix, workers, layouts, sizes) in enumerate(kinds):
+        views = [_View.of_layout(x) for x in layouts]
         for e, worker in enumerate(workers):
-            boxes = [_box(x.shape, matrix, e) if x.shape == of.shape else _at(x.shape, lead, e) for x in layouts]
+            boxes = [_box(x.shape, of.shape, matrix, e) for x in layouts]
             shapes = [tuple(b - a for a, b in box) for box in boxes]
             taken = sum(size * math.prod(shape) for size, shape in zip(sizes, shapes, strict=False))
             number, before = filled.get(worker, (0, 0))
@@ -253,25 +296,18 @@ def _rounds(
             filled[worker] = number, before + taken
             rounds += [([], []) for _ in range(number + 1 - len(rounds))]
             held, tasks = rounds[number]
-            own: list[Piece] = []
-            for j, (view, box) in enumerate(zip(views, boxes, strict=True)):
-                here = view.of.here
-                assert here is not None
-                if at := _common(here, box, here):
-                    held.append((worker, k, j, at, view.replicas[view.rank] == view.replicas[worker]))
-                if worker == view.rank:
-                    parts = [(rank, _common(part, box, box)) for rank, part in enumerate(view.parts)]
-                    own += [(r, k, j, at, view.replicas[r] == view.replicas[worker]) for r, at in parts if at]
+            for j, view in enumerate(views):
+                held += view.held(k, j, boxes[j], worker)
             if views[0].rank == worker:
-                tasks.append(_Task(k, e, shapes, own))
+                pieces = [piece for j, view in enumerate(views) for piece in view.pieces(k, j, boxes[j])]
+                tasks.append(_Task(k, e, shapes, pieces))
     return rounds
 
 
 class _View(NamedTuple):
-    """A value of all ranks: its layout, this rank, the index ranges of each rank, and which ranks hold the same, by
-    their coordinates along the mesh dimensions that cut nothing."""
+    """A value of all ranks: this rank, the index ranges of each rank, and which ranks hold the same, by their
+    coordinates along the mesh dimensions that cut nothing."""
 
-    of: Layout
     rank: int
     parts: list[tuple[Span, ...]]
     replicas: list[list[int]]
@@ -281,7 +317,19 @@ class _View(NamedTuple):
         found = _regions(of.shape, of.mesh_shape, of.cuts)
         uncut = [m for m, cut in enumerate(of.cuts) if cut is None]
         rank = next(r for r, (coordinate, _) in enumerate(found) if coordinate == of.coordinate)
-        return cls(of, rank, [part for _, part in found], [[c[m] for m in uncut] for c, _ in found])
+        return cls(rank, [part for _, part in found], [[c[m] for m in uncut] for c, _ in found])
+
+    def held(self, tensor: int, value: int, box: Sequence[Span], worker: int) -> list[Piece]:
+        """Return the piece of a worker's matrix that this rank holds, if any; `box`: the matrix's index ranges."""
+        here = self.parts[self.rank]
+        at = _common(here, box, here)
+        return [Piece(worker, tensor, value, at, self.replicas[self.rank] == self.replicas[worker])] if at else []
+
+    def pieces(self, tensor: int, value: int, box: Sequence[Span]) -> list[Piece]:
+        """Return the pieces of a matrix that this rank works on."""
+        found = [(rank, _common(part, box, box)) for rank, part in enumerate(self.parts)]
+        own = self.replicas[self.rank]
+        return [Piece(rank, tensor, value, at, self.replicas[rank] == own) for rank, at in found if at]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -298,15 +346,11 @@ def _common(part: Sequence[Span], box: Sequence[Span], origin: Sequence[Span]) -
 
 
 @functools.lru_cache(maxsize=65536)
-def _box(shape: torch.Size, matrix: Matrix, index: int) -> list[Span]:
-    """Return the index ranges of a matrix of a tensor."""
-    if isinstance(matrix, Heads):
+def _box(shape: torch.Size, own: torch.Size, matrix: Matrix, index: int) -> list[Span]:
+    """Return the index ranges, in a value of that shape, of a matrix of a tensor of shape `own`."""
+    if isinstance(matrix, Heads) and shape == own:
         return [(index * matrix.rows, (index + 1) * matrix.rows), *((0, size) for size in shape[1:])]
-    return _at(shape, len(layout.matrix_shape(matrix, shape)) - 2, index)
-
-
-def _at(shape: torch.Size, lead: int, index: int) -> list[Span]:
-    """Return the index ranges of the part of a tensor that belongs to a matrix; `lead` dimensions count matrices."""
+    lead = len(layout.matrix_shape(matrix, own)) - 2
     found = [(0, size) for size in shape[lead:]]
     for size in reversed(shape[:lead]):
         index, at = divmod(index, size)
