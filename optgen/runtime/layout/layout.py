@@ -80,6 +80,7 @@ def _part_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*lead, rows, width) if part == "lower" else (*lead, -(-rows * width // MATRIX_BLOCK), 1 + (part == "ends"))
 
 
+@functools.lru_cache(maxsize=65536)
 def matrix_shape(matrix: Matrix, shape: torch.Size) -> torch.Size:
     """The shape whose last two dimensions are the rows and columns of a rule.
 
@@ -87,6 +88,7 @@ def matrix_shape(matrix: Matrix, shape: torch.Size) -> torch.Size:
             rows of that put together; Heads: blocks of so many rows beside one another.  ValueError where they do not
             come out even
     """
+    shape = torch.Size(shape)  # of equal tuples one result is kept
     matrix = by_shape(shape) if matrix == "heads" else matrix
     if matrix == "last" or len(shape) < 2:
         return shape

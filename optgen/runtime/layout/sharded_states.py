@@ -14,23 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from optgen.runtime.layout import layout
+from optgen.runtime.layout import layout, sharding
 from optgen.runtime.layout.messages import full, gather
-from optgen.runtime.layout.sharding import (
-    Cuts,
-    Layout,
-    coordinates,
-    field_layout,
-    is_sharded,
-    largest_part,
-    layout_of,
-    local,
-    locals_of,
-    part_of,
-    ranks_along,
-    region,
-    wrapped,
-)
+from optgen.runtime.layout.sharding import Cuts, Layout, field_layout, local, part_of, wrapped
 from optgen.runtime.records import MATRICES, Field, Heads, Variant, dtype_name
 from optgen.runtime.records.join import Pair
 
@@ -54,11 +40,10 @@ class Parts:
     @classmethod
     def of(cls, p: Any, variant: Variant) -> Parts:
         """ValueError where the parts are none that kernels can update."""
-        found = layout_of(p)
+        found = sharding.layout_of(p)
         return cls(variant, found, is_gathered(variant, found))
 
     def field(self, f: Field) -> Layout:
-        """Return the layout of a field."""
         return field_layout(f, self.layout, self.gathered)
 
     def shape(self, f: Field, p: Tensor) -> tuple[int, ...]:
@@ -117,7 +102,7 @@ def _part_here(name: str, value: Tensor, own: Sequence[Layout]) -> Tensor:
     if of is None:
         shapes = " or ".join(str(list(x.shape)) for x in own)
         raise ValueError(f"{name}: expected a tensor of shape {shapes} over all ranks, got {list(value.shape)}")
-    if not is_sharded(value):
+    if not sharding.is_sharded(value):
         return part_of(value, of)
     kept: Any = value
     if kept.device_mesh != of.mesh:
@@ -133,10 +118,10 @@ def decode(
     plan: Pair, variant: Variant, p: Tensor, entry: Mapping[str, Any], wanted: Collection[str]
 ) -> dict[str, Tensor]:
     """layout.decode; of a DTensor: DTensors that lie as it does, or as the fields do that hold few values."""
-    if not is_sharded(p):
+    if not sharding.is_sharded(p):
         return layout.decode(plan, variant, p, entry, wanted)
     parts = Parts.of(p, variant)
-    coded, here = variant.eager.matrices, locals_of(entry)
+    coded, here = variant.eager.matrices, sharding.locals_of(entry)
     needed = {x for name in wanted if name in coded for x in variant.coded(name)}
     fields = [f for f in variant.fields if f.name in needed]
     whole = gather([(parts.field(f), here[f.name]) for f in fields])
@@ -165,7 +150,7 @@ def is_gathered(variant: Variant, of: Layout) -> bool:
     blocks = {(f.per, f.width) for f in variant.fields if f.per > 1}
     blocks |= {(s.block, 1) for s in variant.stages if s.block > 1}
     _refuse_dimensions(variant, of, bool(blocks))
-    largest_part(of)  # ValueError where parts are in pieces
+    sharding.largest_part(of)  # ValueError where parts are in pieces
     return not all(_keeps_blocks(of, *block) for block in blocks)
 
 
@@ -177,9 +162,9 @@ def _check_blocks(shape: torch.Size, mesh: tuple[int, ...], cuts: Cuts, height: 
             "it is cut along another dimension than the first, and `blocks` puts rows of it together: shard it along "
             "dimension 0, or leave it out of `blocks`"
         )
-    ranks = ranks_along(mesh, cuts, 0)
-    for coordinate in coordinates(mesh, cuts):
-        top, bottom = region(shape, mesh, coordinate, cuts)[0]
+    ranks = sharding.ranks_along(mesh, cuts, 0)
+    for coordinate in sharding.coordinates(mesh, cuts):
+        top, bottom = sharding.region(shape, mesh, coordinate, cuts)[0]
         if top != bottom and (top % height or bottom % height):
             raise ValueError(
                 f"a rank holds rows [{top}, {bottom}) of its {shape[0]}, which cuts a block of {height} rows: give it "
@@ -197,7 +182,7 @@ def _refuse_dimensions(variant: Variant, of: Layout, in_blocks: bool) -> None:
     if variant.matrix == "last":
         refused |= variant.stochastic and variant.sums_by_matrix
     elif variant.needs_matrix:
-        uneven = of.shape[1] % ranks_along(of.mesh_shape, of.cuts, 1) != 0
+        uneven = of.shape[1] % sharding.ranks_along(of.mesh_shape, of.cuts, 1) != 0
         axes = variant.has_axes and len(layout.column_dims("first", of.shape)) > 1
         refused |= bool(dims - {0, 1}) or uneven or axes
     if refused:
@@ -218,7 +203,7 @@ def _keeps_blocks(of: Layout, block: int, width: int) -> bool:
     cuts = tuple(None if c is None else (1 if vector else min(c[0], 1), c[1]) for c in of.cuts)
     for coordinate in of.coordinates() if of.dims() else ():
         left, right = (x * behind for x in of.at(coordinate)[0 if vector else 1])
-        begin, end = region(own, of.mesh_shape, coordinate, cuts)[1]
+        begin, end = sharding.region(own, of.mesh_shape, coordinate, cuts)[1]
         if left == right and begin == end:
             continue
         whole = left % block == 0 and (right % block == 0 or right == columns)
@@ -228,8 +213,9 @@ def _keeps_blocks(of: Layout, block: int, width: int) -> bool:
             return False
         raise ValueError(
             f"a rank holds columns [{left}, {right}) of its {columns}, which cuts or shifts the blocks of "
-            f"{block} columns that this plan stores: shard it along dimension 0, make its columns a multiple of "
-            f"{ranks_along(of.mesh_shape, of.cuts, 1)} x {block}, or use a plan without blocks (fp32, bf16_sr, split32)"
+            f"{block} columns that this plan stores: shard it along dimension 0, make its columns a multiple "
+            f"of {sharding.ranks_along(of.mesh_shape, of.cuts, 1)} x {block}, or use a plan without blocks (fp32, "
+            f"bf16_sr, split32)"
         )
     return True
 
@@ -271,7 +257,7 @@ class Shard:
 def pair(p: DTensor, g: Any) -> tuple[Tensor, Tensor]:
     """The parts of a parameter and its gradient on this rank, laid out alike; TypeError for a gradient that is a plain
     tensor, RuntimeError where a part is of another dtype than its DTensor says, or the two are of different shapes."""
-    if not is_sharded(g):
+    if not sharding.is_sharded(g):
         raise TypeError("it is a DTensor, but its gradient is not")
     if g.device_mesh != p.device_mesh:
         raise ValueError(f"it lies over {p.device_mesh}, its gradient over {g.device_mesh}")

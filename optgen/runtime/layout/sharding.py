@@ -245,7 +245,6 @@ def _layout(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size) ->
 
 
 def layout_of(x: DTensor) -> Layout:
-    """Return the layout of a DTensor."""
     return _layout(x.device_mesh, tuple(x.placements), x.shape)
 
 

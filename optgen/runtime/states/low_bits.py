@@ -58,7 +58,6 @@ def keep(p: Tensor, exact: Tensor) -> None:
 
 
 def attach(p: Tensor, kept: dict[str, Any]) -> None:
-    """Keep bits at p."""
     setattr(p, ATTRIBUTE, kept)
     key = id(p)
     _holders[key] = weakref.ref(p, lambda _: _holders.pop(key, None))
@@ -78,7 +77,6 @@ def exact(p: Tensor) -> Tensor | None:
 
 
 def drop(p: Tensor) -> None:
-    """Drop the bits of p."""
     p.__dict__.pop(ATTRIBUTE, None)
     _holders.pop(id(p), None)
 

@@ -56,8 +56,6 @@ class Choice:
 
 
 class GroupChoices:
-    """The choices of one group."""
-
     def __init__(self, cls: Any, group: dict[str, Any], scaled: bool) -> None:
         self._cls, self._group, self._scaled = cls, group, scaled
         self._own, self._blocks = plans.own(group), blocks.of(cls, group)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Generator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,114 +48,153 @@ def work(
     kept   what this rank has as a worker from earlier functions of the step
     Of a tensor that lies over several ranks each matrix is worked on by one of them; returns its error.
     """
-    at_once = bucket.workspace // 2  # bytes of fp32 matrices in one batch
-    matrix, reads = bucket.variant.matrix, _operands(bucket.variant, stage)
-    names, count = [*reads, *_columns(bucket.variant, stage.stores)], len(reads)
-    known, wanted = ({j: x for j, x in enumerate(names) if x in some} for some in _around(bucket.variant, stage))
+    variant, live, function = bucket.variant, bucket.live, _Function(bucket, stage, scalars, key)
+    values = function.values
+    shapes = [layout.matrix_shape(variant.matrix, bucket.params[i].shape) for i in live]
+    columns = {name: _column(bucket, room, name, live, shapes) for name in dict.fromkeys(values.names)}
     own: list[tuple[int, int, torch.Size, list[Tensor]]] = []
     parted: list[workers.Parted] = []
-    for n, i in enumerate(bucket.live):
-        p, shard = bucket.params[i], bucket.shards[i] if bucket.shards else None
-        shape = layout.matrix_shape(matrix, p.shape)
-        values = [_value(bucket, room, name, i, n, shape) for name in names]
+    for n, (i, shape) in enumerate(zip(live, shapes, strict=True)):
+        tensors = [columns[name][n] for name in values.names]
+        shard = bucket.shards[i] if bucket.shards else None
         if shard is None or not shard.shared:
-            own.append((i, 0, shape, values))
+            own.append((i, 0, shape, tensors))
         else:
-            layouts = tuple(_layout(bucket, shard, name) for name in names)
-            values = [x.view(p.shape) if of is shard.layout else x for x, of in zip(values, layouts, strict=True)]
-            parted.append(workers.Parted(i, shard.layout, matrix, shard.workers, values, layouts, count, known, wanted))
-    _call(bucket, stage, scalars, key, at_once, own)
-    tensors = {x.number: x for x in parted}
+            layouts = tuple(_layout(bucket, shard, name) for name in values.names)
+            like = bucket.params[i].shape
+            tensors = [x.view(like) if of is shard.layout else x for x, of in zip(tensors, layouts, strict=True)]
+            kind = shard.layout, variant.matrix, shard.workers
+            parted.append(workers.Parted(i, *kind, tensors, layouts, values.reads, values.cached, values.to_cache))
+    function.apply(own)
+    by_number = {x.number: x for x in parted}
 
     def call(
         keys: Sequence[workers.Key], operands: Sequence[list[Tensor]], shapes: Sequence[workers.Shapes]
     ) -> list[list[Tensor]]:
         found, results = [], []
         for (i, k), xs, made in zip(keys, operands, shapes, strict=True):
-            x = tensors[i]
-            results.append([y.new_empty(shape) for y, shape in zip(x.values[count:], made, strict=True)])
-            elements = layout.matrix_shape(matrix, x.layout.shape)[-2:]
-            values = zip((*xs, *results[-1]), x.layouts, strict=True)
-            found.append((i, k, elements, [y.view(-1, *elements) if of is x.layout else y for y, of in values]))
-        _call(bucket, stage, scalars, key, at_once, found)
+            x = by_number[i]
+            results.append([y.new_empty(shape) for y, shape in zip(x.values[x.reads :], made, strict=True)])
+            elements = layout.matrix_shape(variant.matrix, x.layout.shape)[-2:]
+            pairs = zip((*xs, *results[-1]), x.layouts, strict=True)
+            found.append((i, k, elements, [y.view(-1, *elements) if of is x.layout else y for y, of in pairs]))
+        function.apply(found)
         return results
 
-    return (yield from workers.run(parted, call, at_once, kept))
+    return (yield from workers.run(parted, call, function.at_once, kept))
 
 
-def _around(variant: Variant, stage: Stage) -> tuple[set[str], set[str]]:
-    """Return the fields that workers have from earlier functions of a step, and those that later ones read."""
-    k, seen = variant.stages.index(stage), set[str]()
+class _Values(NamedTuple):
+    """The fields and temps of a function.
+
+    names      of operands, then of results: ("basis", "g_whole", "turned")
+    reads      the number of operands: 2
+    cached     by position, those that workers have from earlier functions of a step: {0: "basis"}
+    to_cache   by position, those that later functions read
+    """
+
+    names: tuple[str, ...]
+    reads: int
+    cached: Mapping[int, str] = {}
+    to_cache: Mapping[int, str] = {}
+
+
+@functools.lru_cache(maxsize=4096)
+def _values(variant: Variant, stage: Stage) -> _Values:
+    if stage.space == "call":  # of a temp, in place
+        return _Values((*stage.temps, *stage.temps), 1)
+    reads = _operands(variant, stage)
+    names = (*reads, *_columns(variant, stage.stores))
+    k, earlier = variant.stages.index(stage), set[str]()
     for x in variant.stages[:k]:
-        of = {*_operands(variant, x), *_columns(variant, x.stores)} if x.space == "whole" else set[str]()
-        seen = seen | of if of else seen - {*_columns(variant, x.stores), *x.temps}
-    return seen, {y for x in variant.stages[k + 1 :] if x.space == "whole" for y in _operands(variant, x)}
-
-
-def _call(
-    bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, key: int, at_once: int, tensors: Tensors
-) -> None:
-    """Call the function of a stage for the matrices of tensors, in batches of one shape."""
-    function = _Function(bucket, stage, scalars, key)
-    alone = torch.are_deterministic_algorithms_enabled()
-    for (rows, columns, *extents), found in function.alike(tensors).items():
-        most = 1 if alone else max(at_once // (4 * rows * columns), 1)
-        for start in range(0, len(found), most):
-            function.call(found[start : start + most], extents)
+        if x.space == "whole":
+            earlier |= {*_operands(variant, x), *_columns(variant, x.stores)}
+        else:
+            earlier -= {*_columns(variant, x.stores), *x.temps}
+    later = {y for x in variant.stages[k + 1 :] if x.space == "whole" for y in _operands(variant, x)}
+    cached, to_cache = ({j: name for j, name in enumerate(names) if name in some} for some in (earlier, later))
+    return _Values(names, len(reads), cached, to_cache)
 
 
 class _Function:
     """The function of a stage with its scalars, between how values are stored and how they are computed with.
 
-    reads, stores  the fields and temps of its operands and results
-    drawn          whether it, or a result that is rounded, takes the streams of random numbers
+    takes, makes   the states and temps of its operands and results
+    drawn          True if it, or a result that is rounded, takes the streams of random numbers
+    at_once        bytes of matrices in one batch, in fp32 or, in place, in bf16
     """
 
     def __init__(self, bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, key: int) -> None:
-        self.bucket, self.stage, self.key, self.eager = bucket, stage, key, bucket.variant.eager
-        self.function = plans.matrix_function(bucket.plan, stage.kernel)
+        self.bucket, self.stage, self.key, self.values = bucket, stage, key, _values(bucket.variant, stage)
+        self.in_place, self.eager, self.at_once = stage.space == "call", bucket.variant.eager, bucket.workspace // 2
         numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
-        self.given = [numbers(k) for k in stage.scalars]
-        self.reads, self.stores = _operands(bucket.variant, stage), _columns(bucket.variant, stage.stores)
-        self.drawn = "stream" in stage.extents or not self.eager.random.isdisjoint(stage.stores)
+        self.takes, self.makes, self.drawn = stage.reads, stage.stores, False
+        if self.in_place:
+            self.takes = self.makes = stage.temps
+            self.function = getattr(functions, stage.kernel)
+            names = bucket.variant.rule.scalars if bucket.variant.rule else ()
+            self.given = [numbers(names.index(x)) if isinstance(x, str) else x for x in stage.given]
+        else:
+            self.function = plans.matrix_function(bucket.plan, stage.kernel)
+            self.given = [numbers(k) for k in stage.scalars]
+            self.drawn = "stream" in stage.extents or not self.eager.random.isdisjoint(stage.stores)
 
-    def alike(self, tensors: Tensors) -> dict[tuple[int, ...], list[tuple[int, tuple[Tensor, ...]]]]:
+    def apply(self, tensors: Tensors) -> None:
+        """Write the results for the matrices of tensors, in batches of one shape.
+
+        A batch has the bits of its matrices one at a time where torch multiplies each by itself, as on CPUs; under
+        torch.use_deterministic_algorithms, which is for the same bits in every run, matrices are taken one at a time.
+        """
+        alone, size = torch.are_deterministic_algorithms_enabled(), 2 if self.in_place else 4
+        for (rows, columns, *extents), found in self._alike(tensors).items():
+            most = 1 if alone else max(self.at_once // (size * rows * columns), 1)
+            for start in range(0, len(found), most):
+                self._call(found[start : start + most], extents)
+
+    def _alike(self, tensors: Tensors) -> dict[tuple[int, ...], list[tuple[int, tuple[Tensor, ...]]]]:
         """Return the matrices of each shape and extents: the number of the tensor, operands, streams and results."""
         found: dict[tuple[int, ...], list[tuple[int, tuple[Tensor, ...]]]] = {}
         for i, k, shape, values in tensors:
-            sizes = {"rows": shape[-2], "columns": shape[-1], "elements": self.bucket.numel(i), "stream": 0}
+            size: tuple[int, ...] = tuple(shape[-2:])
+            if self.stage.extents:
+                sizes = {"rows": shape[-2], "columns": shape[-1], "elements": self.bucket.numel(i), "stream": 0}
+                size += tuple(sizes[x] for x in self.stage.extents)
             if self.drawn:
                 streams = functions.streams(self.bucket.streams[i], shape[:-2], self.bucket.device, k)
-                values.insert(len(self.reads), streams)
-            size = (*shape[-2:], *(sizes[x] for x in self.stage.extents))
+                values.insert(self.values.reads, streams)
             each = (x.reshape(x.shape[:-2].numel(), *x.shape[-2:]).unbind() for x in values)
             found.setdefault(size, []).extend((i, x) for x in zip(*each, strict=True))
         return found
 
-    def call(self, batch: Sequence[tuple[int, tuple[Tensor, ...]]], extents: Sequence[int]) -> None:
+    def _call(self, batch: Sequence[tuple[int, tuple[Tensor, ...]]], extents: Sequence[int]) -> None:
         """Write the results for matrices of one shape."""
+        names, reads = self.values.names, self.values.reads
         some = list(zip(*(x for _, x in batch), strict=True))
-        count = len(self.reads) + self.drawn
+        count = reads + self.drawn
         stacked = [torch.stack(x) if len(x) > 1 else x[0] for x in some[:count]]
-        fields, streams = dict(zip(self.reads, stacked, strict=False)), stacked[-1]
+        fields, streams = dict(zip(names[:reads], stacked, strict=False)), stacked[-1]
+        if self.in_place:
+            fields |= zip(self.makes, [self.function(*stacked, *self.given)], strict=True)
+        else:
+            self._compute(batch, count, fields, streams, extents)
+        for kept, name in zip(some[count:], names[reads:], strict=True):
+            torch._foreach_copy_(list(kept), list(fields[name].unbind()) if len(kept) > 1 else [fields[name]])
+
+    def _compute(
+        self, batch: Sequence[tuple[int, tuple[Tensor, ...]]], count: int, fields: dict[str, Tensor], streams: Tensor,
+        extents: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Put the results into `fields`, as they are stored; the first `count` tensors of a matrix are its operands."""
+        taken = [self._decoded(x, fields) for x in self.takes]
+        sizes = zip(self.stage.extents, extents, strict=True)
+        last = [streams if x == "stream" else float(size) for x, size in sizes]
         try:
-            results = self._results(batch, fields, streams, extents)
+            with Noting(self.bucket, [i for i, _ in batch]):
+                made = self.function(*taken, *self.given, *last)
         except LinAlgError as error:
             bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
             raise failure(error, self.bucket, bad or [i for i, _ in batch]) from error
-        self._encode(results, fields, streams)
-        for kept, name in zip(some[count:], self.stores, strict=True):
-            torch._foreach_copy_(list(kept), list(fields[name].unbind()) if len(kept) > 1 else [fields[name]])
-
-    def _results(
-        self, batch: Sequence[tuple[int, object]], fields: Mapping[str, Tensor], streams: Tensor, extents: Sequence[int]
-    ) -> Sequence[Tensor]:
-        taken = [self._decoded(x, fields) for x in self.stage.reads]
-        sizes = zip(self.stage.extents, extents, strict=True)
-        last = [streams if x == "stream" else float(size) for x, size in sizes]
-        with Noting(self.bucket, [i for i, _ in batch]):
-            made = self.function(*taken, *self.given, *last)
-        return [made] if isinstance(made, Tensor) else made
+        self._encode([made] if isinstance(made, Tensor) else made, fields, streams)
 
     def _decoded(self, name: str, fields: Mapping[str, Tensor]) -> Tensor:
         """Return an operand in fp32, or as it is."""
@@ -164,8 +205,8 @@ class _Function:
     def _encode(self, results: Sequence[Tensor], fields: dict[str, Tensor], streams: Tensor) -> None:
         """Put the results into `fields`, as they are stored; what others are relative to comes first."""
         variant, traits = self.bucket.variant, self.eager.matrices
-        named = dict(zip(self.stage.stores, results, strict=True))
-        for name in sorted(self.stage.stores, key=self.eager.over.__contains__):
+        named = dict(zip(self.makes, results, strict=True))
+        for name in sorted(self.makes, key=self.eager.over.__contains__):
             new: tuple[Tensor, ...] = (named[name],)
             if name in traits:
                 noise = functions.rounding(name, self.key, streams) if name in self.eager.random else None
@@ -222,19 +263,26 @@ def _columns(variant: Variant, names: Sequence[str]) -> list[str]:
     return [x for name in names for x in variant.owned(name) or (name,)]
 
 
-def _value(bucket: Bucket, room: Workspace, name: str, i: int, n: int, shape: torch.Size) -> Tensor:
-    """Return a state or a temp of a parameter, the n-th that has elements, as matrices (..., rows, columns)."""
-    variant = bucket.variant
-    for k, temp in enumerate(variant.temps):
-        if temp.name == name:
-            size, column = entries(temp.space, shape, temp.wide), room.offsets[k]
-            at = column[i if len(column) == len(bucket.params) else n]
-            value = room.memory[at : at + size]
-            if temp.space in WHOLE:  # which every matrix is given
-                return value.view(1, 1).expand(*shape[:-2], 1, 1)
-            return value.view(layout.value_shape(temp.space, shape))
-    kept: Tensor = bucket.states[i][name]
-    return kept if kept.ndim else kept.expand(*shape[:-2], 1, 1)
+def _column(
+    bucket: Bucket, room: Workspace, name: str, live: Sequence[int], shapes: Sequence[torch.Size]
+) -> list[Tensor]:
+    """Return a state or a temp of the parameters that have elements, as matrices (..., rows, columns)."""
+    position = next((k for k, t in enumerate(bucket.variant.temps) if t.name == name), None)
+    if position is None:
+        kept = [bucket.states[i][name] for i in live]
+        return [x if x.ndim else x.expand(*shape[:-2], 1, 1) for x, shape in zip(kept, shapes, strict=True)]
+    temp, column, found = bucket.variant.temps[position], room.offsets[position], []
+    for at, shape in zip(column if len(column) == len(live) else [column[i] for i in live], shapes, strict=True):
+        if temp.space == "elem" and not temp.wide:
+            count = shape.numel()
+            found.append(room.memory[at : at + -(-count // 2)].view(torch.bfloat16)[:count].view(shape))
+            continue
+        value = room.memory[at : at + entries(temp.space, shape, temp.wide)]
+        if temp.space in WHOLE:  # which every matrix is given
+            found.append(value.view(1, 1).expand(*shape[:-2], 1, 1))
+        else:
+            found.append(value.view(layout.value_shape(temp.space, shape)))
+    return found
 
 
 def _layout(bucket: Bucket, shard: Shard, name: str) -> Layout:

@@ -10,13 +10,11 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from optgen.runtime.layout import layout, messages, sharding
 from optgen.runtime.layout.workspace import Workspace, entries
-from optgen.runtime.records import Matrix, Stage, Temp, Variant
-from optgen.runtime.reference import matrices as functions
+from optgen.runtime.records import Stage, Temp, Variant
 from optgen.runtime.work import matrices, workers
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import Control
@@ -111,10 +109,7 @@ def drive(
             kernels(part.begin, part.end)
         elif part.kind == "call":
             assert part.stage is not None
-            if part.stage.space == "whole":
-                error = yield from matrices.work(bucket, room, part.stage, scalars, key, kept)
-            else:
-                error = yield from _call(bucket, room, part.stage, position[part.stage.temps[0]], scalars)
+            error = yield from matrices.work(bucket, room, part.stage, scalars, key, kept)
             failure = failure or error
         elif part.kind == "ranks":
             yield messages.Exchange(sums=_over_ranks(bucket, room, part.temps))
@@ -166,55 +161,3 @@ def _over_ranks(bucket: Bucket, room: Workspace, names: Sequence[str]) -> list[m
                 value = room.memory[at : at + size]
                 found.append(messages.Sum(shard.position, groups, temp.reduction.endswith("max"), value))
     return found
-
-
-def _call(
-    bucket: Bucket, room: Workspace, stage: Stage, temp: int, scalars: Sequence[float] | Control
-) -> Generator[messages.Exchange, Tensor | None, Exception | None]:
-    """A function of whole matrices of every tensor, in place; matrices of one shape are a batch.
-
-    Of a tensor that lies over several ranks each matrix is worked on by one of them; returns its error.
-    """
-    numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
-    function: Callable[..., Tensor] = getattr(functions, stage.kernel)
-    assert bucket.variant.rule is not None
-    names = bucket.variant.rule.scalars
-    given = [numbers(names.index(x)) if isinstance(x, str) else x for x in stage.given]
-    matrix = bucket.variant.matrix
-    own: list[Tensor] = []
-    parted: list[workers.Parted] = []
-    for i, at in _with_elements(bucket, room.offsets[temp]):
-        p, shard = bucket.params[i], bucket.shards[i] if bucket.shards else None
-        x = room.memory[at : at + -(-p.numel() // 2)].view(torch.bfloat16)[: p.numel()].view(p.shape)
-        if shard is None or not shard.shared:
-            own.append(x)
-        else:
-            parted.append(workers.Parted(i, shard.layout, matrix, shard.workers, [x, x], (shard.layout,) * 2, 1))
-    _apply(function, given, matrix, own, bucket.workspace // 2)
-
-    def work(_: object, operands: Sequence[list[Tensor]], shapes: object) -> Sequence[list[Tensor]]:
-        _apply(function, given, matrix, [x for (x,) in operands], bucket.workspace // 2)
-        return operands
-
-    return (yield from workers.run(parted, work, bucket.workspace // 2))
-
-
-def _apply(
-    function: Callable[..., Tensor], given: Sequence[float], matrix: Matrix, tensors: Sequence[Tensor], at_once: int
-) -> None:
-    """Replace the matrices of tensors by a function of them, in batches of one shape and `at_once` bytes.
-
-    A batch has the bits of its matrices one at a time where torch multiplies each by itself, as on CPUs; under
-    torch.use_deterministic_algorithms, which is for the same bits in every run, matrices are taken one at a time.
-    """
-    alike: dict[torch.Size, list[Tensor]] = {}
-    for x in tensors:
-        seen = x.view(layout.matrix_shape(matrix, x.shape))
-        alike.setdefault(seen.shape[-2:], []).extend(seen.view(-1, *seen.shape[-2:]).unbind())
-    alone = torch.are_deterministic_algorithms_enabled()
-    for shape, found in alike.items():
-        most = 1 if alone else max(at_once // (2 * shape.numel()), 1)
-        for start in range(0, len(found), most):
-            some = found[start : start + most]
-            made = function(torch.stack(some), *given) if len(some) > 1 else function(some[0], *given)[None]
-            torch._foreach_copy_(some, list(made.unbind()))
