@@ -4,7 +4,6 @@ import copy
 import linecache
 import random
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from optgen.optim import AdaHessian, Sophia
 from tests.harness import same_bits
 from tests.oracles import FED, fed_at
 from tests.test_offload import moved
-from tools.demo_model import LanguageModel, Size, batches, loss_of, split
 
 SHAPES = [(), (1,), (7,), (1, 6), (6, 1), (5, 70), (70, 5), (2, 3, 4), (4, 3, 3, 3), (1030,)]
 
@@ -250,23 +248,3 @@ def test_a_checkpoint_without_its_inputs_is_refused(lost: list[str]) -> None:
     with pytest.raises(ValueError, match=r"'0\.weight'.* mask: expected float32 \[60, 70\], it is missing"):
         opt.load_state_dict(saved)
     assert same_bits(opt.state_dict()["state"][0]["mask"], before["state"][0]["mask"])
-
-
-def test_sophia_trains_the_demos_model() -> None:
-    """With the squared gradient for bytes that the model draws, as Sophia-G has it, every ten steps."""
-    size = Size(layers=1, width=32, heads=2, context=32, batch=8)
-    torch.manual_seed(0)
-    model = LanguageModel(size)
-    opt = Sophia(model.parameters(), lr=5e-3, plan="int8_split24", gamma=0.05)
-    losses = []
-    for t, (x, y) in enumerate(batches(split(Path(__file__).read_bytes())[0], size, 60, seed=0)):
-        if t % 10 == 0:
-            drawn = torch.distributions.Categorical(logits=model(x).detach()).sample()
-            found = torch.autograd.grad(loss_of(model, x, drawn), list(model.parameters()))
-            opt.feed(hessian=[x.numel() * g * g for g in found])
-        opt.zero_grad()
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        losses.append(float(loss))
-    assert sum(losses[-5:]) / 5 < 0.7 * losses[0]

@@ -120,38 +120,6 @@ def test_schedule_free_is_the_authors(name: str, options: dict[str, Any], evalua
     follow(theirs, lambda ps: cls(ps, plan="fp32", **options), after=lambda opt: evaluated and opt.eval())
 
 
-@pytest.mark.parametrize("plan", ["fp32", "int8_split24", "bf16_sr"])
-def test_evaluation_gives_the_trained_weights_back(plan: str) -> None:
-    cls = compiled("schedule_free_adamw", plan)
-    params = [torch.nn.Parameter(w.bfloat16()) for w in weights(((80, 70), (5,)))]
-    opt = cls(params, plan=plan, lr=0.1)
-    for gs in gradients(((80, 70), (5,)), 3):
-        for p, g in zip(params, gs, strict=True):
-            p.grad = g.bfloat16()
-        opt.step()
-    trained = [p.detach().clone() for p in params]
-    opt.train()  # trains already
-    opt.eval()
-    opt.eval()
-    assert not any(torch.equal(p, q) for p, q in zip(params, trained, strict=True))
-    with pytest.raises(RuntimeError, match="call train"):
-        opt.step()
-    opt.train()
-    assert all(torch.equal(p, q) for p, q in zip(params, trained, strict=True))
-    again = copy.deepcopy(opt)
-    assert again.state_dict()["state"].keys() == opt.state_dict()["state"].keys()
-
-
-def test_optimizers_without_other_weights_take_eval_and_train() -> None:
-    p = torch.nn.Parameter(torch.ones(3))
-    opt = compiled("lamb")([p], plan="fp32")
-    opt.eval()
-    opt.train()
-    p.grad = torch.ones(3)
-    opt.step()
-    assert not torch.equal(p.detach(), torch.ones(3))
-
-
 # -- sums over the model
 
 
