@@ -219,11 +219,6 @@ def _recorded(pairs: Any) -> Recorded:
 def chosen(cls: type, group: Mapping[str, Any], dtype: torch.dtype, label: Label | None) -> Chosen:
     """The plan of a parameter: its own, or that of its group for the dtype."""
     asked = own(group).get(label) if label is not None else None
-    return resolved(cls, group.get("plan"), dtype, asked)
-
-
-def resolved(cls: type, option: PlanOption, dtype: torch.dtype, asked: str | None) -> Chosen:
-    """asked   the parameter's own plan, FULL, or None: none of its own"""
-    name = asked if asked is not None and asked != FULL else plan_name(cls, option, dtype)
+    name = plan_name(cls, group.get("plan"), dtype) if asked is None or asked == FULL else asked
     pair = load(cls, name)
     return Chosen(name, pair, sys.maxsize if asked == FULL else pair.small_numel)

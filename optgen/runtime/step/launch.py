@@ -126,7 +126,7 @@ class Kernels:
 
     def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
         self.signature, self.stream = now, stream
-        self.device, self.variant = bucket.device, bucket.variant
+        self.device = bucket.device
         self.control: counting.Control | None = old.control if old else None
         self.own_memory = bucket.pool is None and bool(bucket.variant.temps)
 

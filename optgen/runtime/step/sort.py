@@ -44,9 +44,10 @@ class Choice:
 
     __slots__ = ("backend", "counted", "device", "dtype", "limit", "own", "plan", "variants")
 
-    def __init__(self, cls: Any, group: dict[str, Any], p: Tensor, scaled: bool, own: str | None) -> None:
+    def __init__(self, cls: Any, group: dict[str, Any], entry: Entry, scaled: bool, own: str | None) -> None:
+        p = entry.p
         self.dtype, self.device, self.own = p.dtype, p.device, own
-        _, self.plan, self.limit = plans.resolved(cls, group.get("plan"), p.dtype, own)
+        _, self.plan, self.limit = plans.chosen(cls, group, p.dtype, entry.name)
         self.backend = backends.choose(group["backend"], p.device, self.plan)
         self.counted: bool | None = False
         if self.backend == "triton" and all(flag.clock is None for flag in cls.FLAGS):
@@ -75,7 +76,7 @@ class GroupChoices:
             kind = (dtype, device, own)
             last = self._made.get(kind)
             if last is None:
-                last = self._made[kind] = Choice(self._cls, self._group, p, self._scaled, own)
+                last = self._made[kind] = Choice(self._cls, self._group, entry, self._scaled, own)
             self._last = last
         seen = p.shape, self._blocks.get(name) if self._blocks else None
         variant = last.variants.get(seen)
