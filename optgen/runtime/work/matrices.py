@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Generator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -54,9 +55,9 @@ def work(
     columns = {name: _column(bucket, room, name, live, shapes) for name in dict.fromkeys(values.names)}
     own: list[tuple[int, int, torch.Size, list[Tensor]]] = []
     parted: list[workers.Parted] = []
-    for n, (i, shape) in enumerate(zip(live, shapes, strict=True)):
-        tensors = [columns[name][n] for name in values.names]
-        shard = bucket.shards[i] if bucket.shards else None
+    rows = zip(*map(columns.__getitem__, values.names), strict=True)
+    for i, shape, row in zip(live, shapes, rows, strict=True):
+        tensors, shard = list(row), bucket.shards[i] if bucket.shards else None
         if shard is None or not shard.shared:
             own.append((i, 0, shape, tensors))
         else:
@@ -162,16 +163,20 @@ class _Function:
             if self.drawn:
                 streams = functions.streams(self.bucket.streams[i], shape[:-2], self.bucket.device, k)
                 values.insert(self.values.reads, streams)
-            each = (x.reshape(x.shape[:-2].numel(), *x.shape[-2:]).unbind() for x in values)
-            found.setdefault(size, []).extend((i, x) for x in zip(*each, strict=True))
+            each = []  # in a loop: a comprehension is a call, of which a usual step has few
+            for x in values:
+                each.append(x.reshape(x.shape[:-2].numel(), *x.shape[-2:]).unbind())
+            matrices = list(zip(*each, strict=True))
+            found.setdefault(size, []).extend(zip([i] * len(matrices), matrices, strict=True))
         return found
 
     def _call(self, batch: Sequence[tuple[int, tuple[Tensor, ...]]], extents: Sequence[int]) -> None:
         """Write the results for matrices of one shape."""
         names, reads = self.values.names, self.values.reads
-        some = list(zip(*(x for _, x in batch), strict=True))
-        count = reads + self.drawn
-        stacked = [torch.stack(x) if len(x) > 1 else x[0] for x in some[:count]]
+        some = list(zip(*map(itemgetter(1), batch), strict=True))
+        count, stacked = reads + self.drawn, []
+        for x in some[:count]:
+            stacked.append(torch.stack(x) if len(x) > 1 else x[0])
         fields, streams = dict(zip(names[:reads], stacked, strict=False)), stacked[-1]
         if self.in_place:
             fields |= zip(self.makes, [self.function(*stacked, *self.given)], strict=True)
@@ -267,11 +272,12 @@ def _column(
     bucket: Bucket, room: Workspace, name: str, live: Sequence[int], shapes: Sequence[torch.Size]
 ) -> list[Tensor]:
     """Return a state or a temp of the parameters that have elements, as matrices (..., rows, columns)."""
-    position = next((k for k, t in enumerate(bucket.variant.temps) if t.name == name), None)
-    if position is None:
+    names = list(map(attrgetter("name"), bucket.variant.temps))
+    if name not in names:
         kept = [bucket.states[i][name] for i in live]
         return [x if x.ndim else x.expand(*shape[:-2], 1, 1) for x, shape in zip(kept, shapes, strict=True)]
-    temp, column, found = bucket.variant.temps[position], room.offsets[position], []
+    k, found = names.index(name), list[Tensor]()
+    temp, column = bucket.variant.temps[k], room.offsets[k]
     for at, shape in zip(column if len(column) == len(live) else [column[i] for i in live], shapes, strict=True):
         if temp.space == "elem" and not temp.wide:
             count = shape.numel()
