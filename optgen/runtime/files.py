@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.checkpoint.container import VERSION, Path_, read, refuse_sharded, write
 from optgen.runtime.checkpoint.container import CheckpointError as CheckpointError
+from optgen.runtime.checkpoint.weights import compare_names
 from optgen.runtime.layout import layout, plans, sharding
 from optgen.runtime.optimizer import Checkpointed, Optimizer
 from optgen.runtime.options import entries, options
@@ -65,15 +66,36 @@ def load_checkpoint(path: Path_, optimizer: Checkpointed, model: nn.Module | Non
     """
     _refuse_foreign(optimizer)
     content = read(path)
-    misfits = Misfits(f"{os.fspath(path)} does not fit, nothing was loaded")
+    try:
+        new = _checked(f"{os.fspath(path)} does not fit, nothing was loaded", optimizer, model, content)
+    except (LookupError, TypeError, AttributeError) as error:  # who writes files otherwise than save_checkpoint
+        raise CheckpointError(f"{os.fspath(path)} is no whole checkpoint: {error!r:.120}") from error
+    params, members = _parameters(optimizer), optimizer._members
+    before, waiting = [(one, one.state, one.param_groups) for one in members], _waiting(params)
+    optimizer.load_state_dict(content["optimizer"])
+    if model is not None:
+        try:
+            model.load_state_dict(content["model"])
+        except BaseException:
+            for one, state, groups in before:
+                one.state, one.param_groups = state, groups
+            _attach(model, params, waiting)
+            raise
+        stepped = [state_of(optimizer.state, p) is not None for p in params]
+        _attach(model, params, [None if done else _in_memory(bits) for done, bits in zip(stepped, new, strict=True)])
+    return _in_memory(content["extra"])
+
+
+def _checked(heading: str, optimizer: Checkpointed, model: nn.Module | None, content: Mapping[str, Any]) -> list[Any]:
+    """Return what a checkpoint has of each parameter's low bits; ValueError listing what does not fit."""
+    misfits = Misfits(heading)
     expected, got = name_of(optimizer), content["about"]["class"]
     if sorted(got.split(" + ")) != sorted(expected.split(" + ")):  # of several rules in any order
         misfits.add(f"expected a checkpoint of {expected}, got one of {got}")
         misfits.stop()
     parts = list(_parts(optimizer, content))
     for part, _, own in parts:
-        for line in misread(type(part), part.defaults, own):
-            misfits.add(line)
+        misfits.lines += misread(type(part), part.defaults, own)
     if model is not None:
         _compare(model, content["model"], misfits)
     misfits.stop()
@@ -83,27 +105,24 @@ def load_checkpoint(path: Path_, optimizer: Checkpointed, model: nn.Module | Non
         order |= {key: places[at] for key, at in found.items()}
     if model is not None:
         _same_places(optimizer, model, content["about"]["parameters"], order, misfits)
-        misfits.stop()
-    params = _parameters(optimizer)
-    before, waiting = [(part, part.state, part.param_groups) for part, _, _ in parts], _waiting(params)
-    optimizer.load_state_dict(content["optimizer"])
-    if model is not None:
-        try:
-            model.load_state_dict(content["model"])
-        except BaseException:
-            for part, state, groups in before:
-                part.state, part.param_groups = state, groups
-            for p, bits in zip(params, waiting, strict=True):
-                if bits is not None:
-                    low_bits.attach(p, bits)
-            low_bits.carry(model)
-            raise
-        for p in params:
-            kept = content["waiting"][order[id(p)]]
-            if kept is not None and state_of(optimizer.state, p) is None:
-                low_bits.attach(p, _in_memory(kept))
-        low_bits.carry(model)
-    return _in_memory(content["extra"])
+    waiting = [content["waiting"][order[id(p)]] for p in _parameters(optimizer)]
+    for p, bits in zip(_parameters(optimizer), waiting, strict=True):
+        if bits is not None and not _is_low_bits(bits, content["about"]["parameters"][order[id(p)]]["shape"]):
+            misfits.add(f"expected low bits of a weight of shape {list(p.shape)}, or None, got {bits!r:.80}")
+    misfits.stop()
+    return waiting
+
+
+def _is_low_bits(bits: Any, shape: list[int]) -> bool:
+    """Return True for the dict that `low_bits.keep` makes of a weight of that shape."""
+    if not isinstance(bits, dict) or bits.keys() != {"low", "at", "exact", "check"} or type(bits["check"]) is not int:
+        return False
+    low, at, exact = tensors = bits["low"], bits["at"], bits["exact"]
+    if not all(isinstance(x, Tensor) and not checkpoint.without_values(x) for x in tensors):
+        return False
+    dtypes = tuple(x.dtype for x in tensors) == (torch.int16, torch.int64, torch.float32)
+    shapes = list(low.shape) == shape and at.ndim == 1 and at.shape == exact.shape
+    return dtypes and shapes and bool(((at >= 0) & (at < low.numel())).all())
 
 
 def _refuse_foreign(optimizer: Any) -> None:
@@ -135,13 +154,7 @@ def _parts(
 
 def _in_memory(value: Any) -> Any:
     """Return a value with copies of the tensors that are still in the file."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return type(value)({k: _in_memory(v) for k, v in value.items()})
-    if isinstance(value, (list, tuple)):
-        return type(value)(_in_memory(v) for v in value)
-    return value
+    return checkpoint.copied(value, None, "extra", Misfits("extra"))
 
 
 def _parameters(optimizer: Checkpointed) -> list[Tensor]:
@@ -151,6 +164,14 @@ def _parameters(optimizer: Checkpointed) -> list[Tensor]:
 def _waiting(params: Sequence[Tensor]) -> list[Any]:
     """Return the low bits of each parameter that no step has taken yet, or None."""
     return [p.__dict__.get(low_bits.ATTRIBUTE) for p in params]
+
+
+def _attach(model: nn.Module, params: Sequence[Tensor], waiting: Sequence[Any]) -> None:
+    """Put low bits beside parameters of a model, where there are some."""
+    for p, bits in zip(params, waiting, strict=True):
+        if bits is not None:
+            low_bits.attach(p, bits)
+    low_bits.carry(model)
 
 
 def about(optimizer: Checkpointed, model: nn.Module | None) -> dict[str, Any]:
@@ -242,10 +263,7 @@ def _compare(model: nn.Module, saved: Any, misfits: Misfits) -> None:
         misfits.add("it has no model: it was saved without one; load the weights first, then the optimizer alone")
         return
     live = model.state_dict(keep_vars=True)
-    for name in (n for n in live if n not in saved):
-        misfits.add(f"model: {name}: expected {kind(live[name])}, it is missing")
-    for name in (n for n in saved if n not in live):
-        misfits.add(f"model: {name}: not expected, the model has none of that name")
+    compare_names(live, saved, misfits, "model: ")
     for name in (n for n in live if n in saved):
         if kind(live[name]) != kind(saved[name]):
             misfits.add(f"model: {name}: expected {kind(live[name])}, got {kind(saved[name])}")

@@ -149,7 +149,7 @@ class Checkpointed(torch.optim.Optimizer):
         a model none of whose parameters is this optimizer's.
         """
         self._refuse_midway("master_state_dict()")
-        self._members[0]._say_lost_bits(model)
+        _warn_of_lost_bits(type(self._members[0]), model)
         return weights.of_model(self, model)
 
     def load_master_state_dict(
@@ -263,12 +263,7 @@ class Optimizer(Checkpointed):
         workspace: int | str | None = None,
         **unknown: Any,
     ) -> None:
-        unknown |= {} if self.BLOCKS or blocks is None else {"blocks": blocks}
-        if unknown:
-            name = plans.generated_class(type(self)).__qualname__
-            first = next(iter(unknown))
-            guess = options.near(first, inspect.signature(type(self)).parameters)
-            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {first!r}{guess}")
+        _refuse_unknown(type(self), unknown | ({} if self.BLOCKS or blocks is None else {"blocks": blocks}))
         given = {"maximize": maximize, **hypers, "plan": plan, "backend": backend, "seed": seed, "foreach": foreach}
         asked: dict[str, Any] = {"capturable": capturable or None, "fused": fused or None, "offload": offload or None}
         asked |= {"differentiable": differentiable, "stagger": stagger or None, "workspace": workspace}
@@ -288,20 +283,8 @@ class Optimizer(Checkpointed):
             given_rules.refuse_unused(found, labels)
             given_rules.keep()
         for model in [module] if module is not None else low_bits.sharded_models(found):
-            self._say_lost_bits(model)
+            _warn_of_lost_bits(type(self), model)
         admit.warn_of(type(self), list(self._entries()), module)
-
-    def _say_lost_bits(self, model: torch.nn.Module) -> None:
-        """Warn, once for a model, if it was sharded after it had been cast, which leaves the low bits behind."""
-        count = low_bits.lost(model)
-        if count:
-            warn(
-                f"{type(self).__name__}: the low bits that cast_model kept for {count} parameters did not come along "
-                f"when the model was sharded: it goes on from its rounded weights.  To keep them, take full = "
-                f"model.state_dict() before cast_model(..., low_bits=False), and call "
-                f"opt.load_master_state_dict(model, full) after sharding",
-                type(self),
-            )
 
     def _reset_caches(self) -> None:
         """Reset what is derived from parameters and groups, and neither copied nor pickled."""
@@ -342,17 +325,8 @@ class Optimizer(Checkpointed):
             self._offload.settle(self.param_groups)
 
     def __repr__(self) -> str:
-        lines = [f"{type(self).__name__} ("]
-        for i, group in enumerate(self.param_groups):
-            shown_options = {k: v for k, v in group.items() if k not in ("params", "param_names", "streams", "format")}
-            for key in ("overrides", "blocks"):
-                if isinstance(given := shown_options.get(key), tuple):  # as many pairs as parameters, maybe
-                    shown_options[key] = dict(Counter(value for _, value in given))
-            whole = {h.name for h in self.HYPERS if h.whole}
-            given = ((k, int(v) if k in whole and isinstance(v, float) else v) for k, v in shown_options.items())
-            shown = ", ".join(f"{k}={v!r}" for k, v in given)
-            lines.append(f"    group {i}: {len(group['params'])} parameters, {shown}")
-        return "\n".join([*lines, ")"])
+        lines = [f"    group {i}: {_described(type(self), group)}" for i, group in enumerate(self.param_groups)]
+        return "\n".join([f"{type(self).__name__} (", *lines, ")"])
 
     # -- groups and parameters ------------------------------------------------------------------------
 
@@ -363,43 +337,44 @@ class Optimizer(Checkpointed):
         cls, params = type(self), param_group["params"]
         if not isinstance(params, (Tensor, set)):
             params = list(params)
-        tensors = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
-        tensors = [p for p in tensors if isinstance(p, Tensor)]  # torch refuses the rest by name below
-        if len({id(p) for p in tensors}) != len(tensors):
-            raise ValueError(f"{cls.__name__}: a parameter group contains a parameter twice")
-        for p in tensors:
-            admit.refuse_unsupported(cls, p)
-        apart = ("overrides", "blocks") if self.BLOCKS else ("overrides",)
-        given = {key: param_group.get(key) for key in apart}
-        param_group = {key: value for key, value in param_group.items() if key not in apart}
-        group = {**self.defaults, **param_group}
-        found = options.check(cls, group)
-        found |= options.rounds(cls, found) | options.rates(cls, param_group, found, self.defaults)
-        found["plan"] = options.record_plan(cls, found["plan"], tensors)
-        options.warn_unknown(cls, param_group)
+        tensors = _admitted(cls, params)
         first = sum(len(g["params"]) for g in self.param_groups)
         names = entries.names(tensors, params, param_group.get("param_names"), first)
-        new = [Entry(p, group, len(self.param_groups), i, first + i, names[i]) for i, p in enumerate(tensors)]
+        settled = self._settled(param_group, tensors, names)
+        group, number = {**self.defaults, **settled}, len(self.param_groups)
+        self._admit([Entry(p, group, number, i, first + i, names[i]) for i, p in enumerate(tensors)])
+        super().add_param_group({**settled, "params": params})
+        self._stepper.dtypes.update((id(p), (p, p.dtype)) for p in tensors)
+        if self._release is not None:
+            self._release.attached()
+        if self._all_given:
+            admit.warn_of(cls, [e for e in self._entries() if e.group is self.param_groups[-1]])
+
+    def _settled(self, param_group: dict[str, Any], tensors: list[Tensor], names: list[Label]) -> dict[str, Any]:
+        """Return a group that is to come with its options checked, its plan, and those of single parameters."""
+        cls, apart = type(self), ("overrides", "blocks") if self.BLOCKS else ("overrides",)
+        own = {key: value for key, value in param_group.items() if key not in apart}
+        found = options.check(cls, {**self.defaults, **own})
+        found |= options.rounds(cls, found) | options.rates(cls, own, found, self.defaults)
+        found["plan"] = options.record_plan(cls, found["plan"], tensors)
+        options.warn_unknown(cls, own)
+        found |= rules.decided(cls, self._rules, param_group.get("overrides"), found["plan"], tensors, names)
+        if self.BLOCKS:
+            found |= of_rows.decided(cls, self._blocks, param_group.get("blocks"), tensors, names)
+        return own | found
+
+    def _admit(self, new: list[Entry]) -> None:
+        """Raise an error for parameters that cannot be stepped."""
+        cls = type(self)
         if self._all_given:
             admit.refuse_shared_memory(cls, [*self._entries(), *new])
-        found |= rules.decided(cls, self._rules, given["overrides"], found["plan"], tensors, names)
-        if self.BLOCKS:
-            found |= of_rows.decided(cls, self._blocks, given["blocks"], tensors, names)
-        group |= found
         stack = admit.refuse_vectors(cls, new)
         if stack is not None and not self._warned_of_stack:
             self._warned_of_stack = True
             admit.warn_stack(cls, stack)
         admit.refuse_layouts(cls, new)
         if self._release is not None:
-            self._release.refuse_released(p for p in tensors if p.requires_grad)
-        super().add_param_group({**param_group, **found, "params": params})
-        for p in tensors:
-            self._stepper.dtypes[id(p)] = (p, p.dtype)
-        if self._release is not None:
-            self._release.attached()
-        if self._all_given:
-            admit.warn_of(cls, [e for e in self._entries() if e.group is self.param_groups[-1]])
+            self._release.refuse_released(entry.p for entry in new if entry.p.requires_grad)
 
     def _entries(self) -> Iterator[Entry]:
         return entries.of(self.param_groups)
@@ -472,67 +447,14 @@ class Optimizer(Checkpointed):
         if self._idle == IDLE:
             admit.warn_untrained(type(self), self.param_groups, IDLE)
 
-    # -- gradient release -----------------------------------------------------------------------------
-
-    def release_gradients(
-        self,
-        model: torch.nn.Module | None = None,
-        *,
-        accumulate: int = 1,
-        accumulator: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
-        clip: float | None = None,
-        clip_by: release.ClipBy = "norm",
-    ) -> release.Handle:
-        """Update each parameter within backward from now on, when its gradient is complete, which is then freed.
-
-        model        only its parameters; None: all of this optimizer's
-        accumulate   micro-batches whose gradients are summed before an update
-        accumulator  keeps that sum in place of p.grad: `optgen.accumulate.accumulator(plan)`; None: p.grad, as torch
-                     sums
-        clip         largest norm or value of a parameter's gradient; None: no clipping
-        clip_by      "norm": of each parameter; "value": of each element; "previous_norm": the factor is that of the
-                     norm over all parameters at the step before (at the first step, of each parameter)
-
-        The training loop stays: `step()` then only updates what has a gradient left.  The bits are those of ordinary
-        steps.  ValueError for rules that need sums over the model; NotImplementedError under DistributedDataParallel
-        and FSDP1; RuntimeError where another optimizer does it for one of the parameters.  A GradScaler is refused by
-        the first `step()` it makes.
-        Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.  An optimizer that is
-        deleted, and its handle with it, updates nothing any more.
-        """
-        self._refuse_in_evaluation("release_gradients()")
-        self._release = release.Release(
-            self, model, accumulate=accumulate, accumulator=accumulator, clip=clip, clip_by=clip_by
-        )
-        return release.Handle(self, self._release)
+    release_gradients = release.release_gradients
+    watch = watch.watch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as torch does; sums of micro-batches that are kept elsewhere go with them."""
         super().zero_grad(set_to_none)
         if self._release is not None:
             self._release.discard()
-
-    # -- measurements ---------------------------------------------------------------------------------
-
-    def watch(
-        self,
-        every: int = 100,
-        *,
-        to: watch.Callback | watch.Writer,
-        sample: float = watch.SAMPLE,
-    ) -> watch.Watch:
-        """Measure every tensor at each step that is a multiple of `every`, until `remove()` of what is returned.
-
-        to      a function of (step, {name: {"gradient_norm": ...}}), or a writer with `add_scalar(tag, value, step)`,
-                such as torch.utils.tensorboard.SummaryWriter()
-        sample  elements of each tensor that are measured at most; math.inf for all
-        Numbers, their costs and what is not measured: docs/watch.md.  Bits of the step do not change.  RuntimeError if
-        it is watched already.
-        """
-        if self._watch is not None:
-            raise RuntimeError(f"{type(self).__name__}.watch: it is watched already; remove() that watch first")
-        self._watch = watch.Watch(self, to, every, sample)
-        return self._watch
 
     # -- evaluation -----------------------------------------------------------------------------------
 
@@ -560,38 +482,83 @@ class Optimizer(Checkpointed):
         One that was taken in evaluation leaves this optimizer in evaluation, and the model's weights as they are until
         `train()`; in evaluation any other is refused by a RuntimeError.
         """
-        self._take(self._read(state_dict))
+        take(self, read(self, state_dict))
 
-    def _read(self, state_dict: Mapping[str, Any]) -> checkpoint.Loaded:
-        """Return groups and states as a state dict has them, or raise ValueError; nothing has changed."""
-        if not self._uninterrupted.torn:
-            self._refuse_midway("load_state_dict()")
-        state_dict = checkpoint.opened(self, state_dict)
-        with torch.no_grad():
-            moved = self._offload.settle(self.param_groups)
-            try:
-                loaded = checkpoint.read(type(self), self.param_groups, state_dict, self.state)
-                if self._evaluating and all(group.get(options.MODE, True) for group in loaded.groups):
-                    self._refuse_in_evaluation("load_state_dict() of one that was taken in training")
-                return loaded
-            except BaseException:
-                for entry, home in moved:
-                    state.settle(entry.p, home)
-                raise
 
-    def _take(self, loaded: checkpoint.Loaded) -> None:
-        """Go on with groups and states that were read."""
-        with torch.no_grad():
-            started = [p for p in loaded.states if isinstance(p, Tensor) and state.of(loaded.states, p)]
-            self._stepper.forget_step()
-            self._uninterrupted.begun.clear()
-            if self._watch is not None:
-                self._watch.step = -1
-            weights.settle(loaded.rounded, started)
-            self.state = state.States(dict, inputs.freed(type(self), loaded.states))
-            self.param_groups = loaded.groups
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+def read(one: Optimizer, state_dict: Mapping[str, Any]) -> checkpoint.Loaded:
+    """Return groups and states as a state dict has them for an optimizer, or raise ValueError; nothing has changed."""
+    if not one._uninterrupted.torn:
+        one._refuse_midway("load_state_dict()")
+    state_dict = checkpoint.opened(one, state_dict)
+    with torch.no_grad():
+        moved = one._offload.settle(one.param_groups)
+        try:
+            loaded = checkpoint.read(type(one), one.param_groups, state_dict, one.state)
+            if one._evaluating and all(group.get(options.MODE, True) for group in loaded.groups):
+                one._refuse_in_evaluation("load_state_dict() of one that was taken in training")
+            return loaded
+        except BaseException:
+            for entry, home in moved:
+                state.settle(entry.p, home)
+            raise
+
+
+def take(one: Optimizer, loaded: checkpoint.Loaded) -> None:
+    """Let an optimizer go on with groups and states that were read."""
+    with torch.no_grad():
+        started = [p for p in loaded.states if isinstance(p, Tensor) and state.of(loaded.states, p)]
+        one._stepper.forget_step()
+        one._uninterrupted.begun.clear()
+        if one._watch is not None:
+            one._watch.step = -1
+        weights.settle(loaded.rounded, started)
+        one.state = state.States(dict, inputs.freed(type(one), loaded.states))
+        one.param_groups = loaded.groups
+    for post_hook in one._optimizer_load_state_dict_post_hooks.values():
+        post_hook(one)
+
+
+def _refuse_unknown(cls: type[Optimizer], unknown: Mapping[str, Any]) -> None:
+    """Raise TypeError for an argument that a class does not have."""
+    for name in unknown:
+        guess = options.near(name, inspect.signature(cls).parameters)
+        owner = plans.generated_class(cls).__qualname__
+        raise TypeError(f"{owner}.__init__() got an unexpected keyword argument {name!r}{guess}")
+
+
+def _warn_of_lost_bits(cls: type[Optimizer], model: torch.nn.Module) -> None:
+    """Warn, once for a model, if it was sharded after it had been cast, which leaves the low bits behind."""
+    count = low_bits.lost(model)
+    if count:
+        warn(
+            f"{cls.__name__}: the low bits that cast_model kept for {count} parameters did not come along when the "
+            f"model was sharded: it goes on from its rounded weights.  To keep them, take full = model.state_dict() "
+            f"before cast_model(..., low_bits=False), and call opt.load_master_state_dict(model, full) after sharding",
+            cls,
+        )
+
+
+def _admitted(cls: type[Optimizer], params: Any) -> list[Tensor]:
+    """Return the tensors of a group that is to come; TypeError or ValueError for what no group may have."""
+    tensors = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
+    tensors = [p for p in tensors if isinstance(p, Tensor)]  # torch refuses the rest by name
+    if len({id(p) for p in tensors}) != len(tensors):
+        raise ValueError(f"{cls.__name__}: a parameter group contains a parameter twice")
+    for p in tensors:
+        admit.refuse_unsupported(cls, p)
+    return tensors
+
+
+def _described(cls: type[Optimizer], group: Mapping[str, Any]) -> str:
+    """Return the number of a group's parameters and its options; of single parameters, how many have each."""
+    shown = {k: v for k, v in group.items() if k not in ("params", "param_names", "streams", "format")}
+    for key in ("overrides", "blocks"):
+        if isinstance(shown.get(key), tuple):  # as many pairs as parameters, maybe
+            shown[key] = dict(Counter(value for _, value in shown[key]))
+    for hyper in cls.HYPERS:
+        if hyper.whole and isinstance(shown.get(hyper.name), float):
+            shown[hyper.name] = int(shown[hyper.name])
+    return ", ".join([f"{len(group['params'])} parameters", *(f"{k}={v!r}" for k, v in shown.items())])
 
 
 def _complete(cls: type[Optimizer]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout.plans import Label
 from optgen.runtime.modes.watch import SAMPLE, Callback, Watches, Writer
-from optgen.runtime.optimizer import Checkpointed, Optimizer
+from optgen.runtime.optimizer import Checkpointed, Optimizer, read, take
 from optgen.runtime.options import options, overrides
 from optgen.runtime.records.misfits import Misfits
 from optgen.runtime.records.uninterrupted import Uninterrupted
@@ -275,9 +275,9 @@ class Several(Checkpointed):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of the same rules; ValueError lists what does not fit, and nothing has changed."""
-        loaded = [(part, part._read(own)) for part, own in self._split(checkpoint.opened(self, state_dict))]
+        loaded = [(part, read(part, own)) for part, own in self._split(checkpoint.opened(self, state_dict))]
         for part, found in loaded:
-            part._take(found)
+            take(part, found)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -285,22 +285,14 @@ class Several(Checkpointed):
         """Return each part with its share of a state dict: groups go by the names in them, else by what they say."""
         groups, states = checkpoint.parts(saved, Misfits("Several.load_state_dict: nothing was loaded"))
         dealt: dict[Optimizer, list[dict[str, Any]]] = {part: [] for part in self._members}
-        known = {part: set().union(*map(_names, part.param_groups)) for part in dealt}
         wrong: list[set[str]] = []
-        for group in groups:
-            said, names = self._owners.get(group.get(RULE)), _names(group)
-            having = [part for part in dealt if known[part] & names]
-            part = having[0] if having and said not in having else said
+        for group, part in zip(groups, self._steppers_of(groups), strict=True):
             if part is None or type(part).__name__ != str(group.get(RULE)).partition(" ")[0]:
-                wrong.append(names)
+                wrong.append(_names(group))
             else:
                 dealt[part].append({**group, RULE: part.defaults[RULE]})
         if wrong:
-            got, others = [group.get(RULE, "no rule") for group in groups], [*set().union(*wrong)]
-            of = f", which have other rules for {checkpoint.some(others)}" if others else ""
-            raise ValueError(
-                f"Several.load_state_dict: expected groups of {self._labels()}, got {got}{of}; nothing was loaded"
-            )
+            self._refuse(groups, sorted(set().union(*wrong)))
         shares = [{number for group in own for number in group["params"]} for own in dealt.values()]
         shares[0] |= states.keys() - set().union(*shares)  # what is beside all parameters is of the first part
         rest = {key: value for key, value in saved.items() if key == options.UNNAMED}
@@ -308,3 +300,18 @@ class Several(Checkpointed):
             (part, {"state": {key: states[key] for key in mine if key in states}, "param_groups": own, **rest})
             for (part, own), mine in zip(dealt.items(), shares, strict=True)
         ]
+
+    def _refuse(self, groups: Sequence[Mapping[str, Any]], others: Sequence[str]) -> NoReturn:
+        got = [group.get(RULE, "no rule") for group in groups]
+        of = f", which have other rules for {checkpoint.some(others)}" if others else ""
+        raise ValueError(
+            f"Several.load_state_dict: expected groups of {self._labels()}, got {got}{of}; nothing was loaded"
+        )
+
+    def _steppers_of(self, groups: Sequence[Mapping[str, Any]]) -> Iterator[Optimizer | None]:
+        """Yield the part that each saved group is for: the one that has a parameter of its names, else the labelled."""
+        known = {part: set().union(*map(_names, part.param_groups)) for part in self._members}
+        for group in groups:
+            labelled, names = self._owners.get(group.get(RULE)), _names(group)
+            having = [part for part in known if known[part] & names]
+            yield having[0] if having and labelled not in having else labelled

@@ -15,13 +15,10 @@ import copy
 import importlib
 import itertools
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from operator import eq
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +35,9 @@ from optgen.runtime.records.warn import warn
 from optgen.runtime.states import low_bits, state
 
 Groups = list[dict[str, Any]]
-Names = list[list[Any]]
+Key = tuple[Any, int]
+Keys = list[list[Key]]
+"""Names of the parameters of each group, with the number of earlier ones of that name."""
 
 FORMAT = 5
 """The form of a group and its states, saved under "format"; no other is read. It rises where keys of groups or states
@@ -94,7 +93,7 @@ def _listed(group: Mapping[str, Any], key: str) -> set[str]:
     return {name for name in found if isinstance(name, str)} if isinstance(found, (list, tuple)) else set()
 
 
-def _copied(value: Any, device: torch.device | None, name: str, misfits: Misfits) -> Any:
+def copied(value: Any, device: torch.device | None, name: str, misfits: Misfits) -> Any:
     """Copy a user's own entry as torch.optim does: tensors are copied, to `device` if given; other objects are shared.
 
     A tensor without values is a misfit.
@@ -105,10 +104,15 @@ def _copied(value: Any, device: torch.device | None, name: str, misfits: Misfits
             return value
         return value.detach().to(device or value.device, copy=True)
     if isinstance(value, dict):
-        return {key: _copied(x, device, name, misfits) for key, x in value.items()}
+        kind = type(value) if type(value) in (Counter, OrderedDict) else dict
+        return kind({key: copied(x, device, name, misfits) for key, x in value.items()})
     if type(value) in (list, tuple):
-        return type(value)(_copied(x, device, name, misfits) for x in value)
+        return type(value)(copied(x, device, name, misfits) for x in value)
     return value
+
+
+Absent = list[tuple[Tensor, str]]
+"""Parameters without a state in a checkpoint, and their names."""
 
 
 class Loaded(NamedTuple):
@@ -122,9 +126,7 @@ class Loaded(NamedTuple):
     rounded: list[tuple[Tensor, Tensor]]
 
 
-def read(
-    cls: Any, groups: Groups, saved: Mapping[str, Any], present: Mapping[Any, Any] = MappingProxyType({})
-) -> Loaded:
+def read(cls: Any, groups: Groups, saved: Mapping[str, Any], present: Mapping[Any, Any]) -> Loaded:
     """Read a state dict for an optimizer of class `cls` with these groups and the states `present`.
 
     The result shares nothing with `saved` but immutable values and, in a user's own entries, objects other than
@@ -140,17 +142,14 @@ def read(
     misfits.stop()
     _take_streams(merged, saved_groups, matched, saved.get(options.UNNAMED) is True)
     _take_settings(cls, groups, merged, saved_groups, matched)
-    numbers = set(order.values())
-    beside = set[Any]().union(*(_listed(group, options.BESIDE) for group in saved_groups)) - numbers
-    unknown = [key for key in saved_state if not (key in numbers or key in beside)]
-    misfits.lines += [f"state of {key!r}: expected parameters of the groups only, it is in none" for key in unknown]
-    loaded = Loaded({}, merged, [])
-    absent: list[tuple[Tensor, str]] = []
+    loaded, absent = (
+        Loaded(_beside(saved_groups, saved_state, matched, misfits), merged, []),
+        Absent(),
+    )
     mine = own_names(cls, groups, present)  # torch's flattened form has only the keys that the live groups have
     for group, saved_group, own, labels in zip(merged, sources, mine, labels_of(merged), strict=True):
         reading = _Reading(cls, group, {**own, **saved_group}, misfits, loaded)
         absent += reading.read(labels, [order[id(p)] for p in group["params"]], saved_state)
-    loaded.states.update({k: _copied(x, None, k, misfits) for k, x in saved_state.items() if k in beside})
     if messages.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
         misfits.add("another rank found what does not fit its parts, and says it")
     misfits.stop()
@@ -158,27 +157,34 @@ def read(
     return loaded
 
 
-def _warn_of_absent(
-    cls: Any, absent: Sequence[tuple[Tensor, str]], present: Mapping[Any, Any], states: Mapping[Any, Any]
-) -> None:
+def _beside(
+    groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any], matched: Matched, misfits: Misfits
+) -> dict[Any, Any]:
+    """Return copies of what a user keeps beside the states of the parameters; misfits for what else is there."""
+    numbers = set(matched.order.values())
+    own = set[Any]().union(*(_listed(group, options.BESIDE) for group in groups)) - numbers
+    misfits.lines += [
+        f"state of {key!r}: expected parameters of the groups only, it is in none"
+        for key in states
+        if key not in numbers and key not in own
+    ]
+    return {key: copied(value, None, key, misfits) for key, value in states.items() if key in own}
+
+
+def _warn_of_absent(cls: Any, absent: Absent, present: Mapping[Any, Any], states: Mapping[Any, Any]) -> None:
     """Warn of parameters without a state in a checkpoint of steps, unless no step was made of them here either."""
     started = any(not entry or "step" in entry for entry in state.of_parameters(present))
     names = [name for p, name in absent if not started or state.of(present, p)]
     if names and any("step" in entry for entry in state.of_parameters(states)):
         warn(
             f"{cls.__name__}.load_state_dict: the checkpoint has no state for {len(names)} parameters "
-            f"({', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}): they start anew",
+            f"{some(names)}: they start anew",
             cls,
         )
 
 
-READER = "optgen.convert.packages"
-"""The module that reads other packages' states, documented there; loaded when an optimizer is given some."""
-
-
-def reader() -> Any:
-    """Return the reader of other packages' states; optgen's own checkpoints do without it."""
-    return importlib.import_module(READER)
+reader = partial(importlib.import_module, "optgen.convert.packages")
+"""Load the reader of other packages' states; optgen's own checkpoints do without it."""
 
 
 def opened(optimizer: torch.optim.Optimizer, saved: Any) -> dict[str, Any]:
@@ -275,37 +281,18 @@ def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> 
     Names of wrappers (torch.compile, checkpoint_wrapper) are ignored.  Raises ValueError listing what one side lacks,
     and the groups whose parameters are in several saved ones.
     """
-    mine, theirs = _names_by_group(groups), _names_by_group(saved)
-    if mine is None or theirs is None:
-        mine, theirs = ([[(i, k) for k, _ in enumerate(g["params"])] for i, g in enumerate(x)] for x in (groups, saved))
-        if len(mine) != len(theirs):
-            misfits.add(f"expected {len(mine)} parameter groups, got {len(theirs)}")
-        for i, (own, other) in enumerate(zip(mine, theirs, strict=False)):
-            if own != other:
-                misfits.add(f"group {i}: expected {len(own)} parameters, got {len(other)}")
-        misfits.stop()
-    elif _count(mine) != _count(theirs):
-        mine, theirs = _bare(mine), _bare(theirs)
-    count = _count(mine)
-    lacking, extra = list((count - _count(theirs)).elements()), list((_count(theirs) - count).elements())
-    if lacking or extra:
-        line = f"expected parameters {some(lacking)}, " if lacking else f"parameters {some(extra)}: not expected"
-        line += "" if not lacking else f"got {some(extra)} in their place" if extra else "they are missing"
-        if not count & _count(theirs):
-            line += "; no name is known: without 'param_names' in its groups, a state dict is read by position"
-        misfits.add(line)
-    alike = len(mine) == len(theirs) and all(map(eq, map(Counter, mine), map(Counter, theirs)))
-    if not alike and (shared := [name for name, n in count.items() if n > 1]):  # else their order tells them apart
-        misfits.add(f"several parameters are called {some(shared)}, and the groups are others than those saved")
-    misfits.stop()
-    numbers = [(number, i) for i, other in enumerate(saved) for number in other["params"]]
-    places = dict(zip(_counted(theirs), numbers, strict=True))
-    found = iter([places[key] for key in _counted(mine)])
+    mine, theirs = _keys(groups, saved, misfits)
+    alike = [*map(set, mine)] == [*map(set, theirs)]
+    _compare_keys(set().union(*mine), set().union(*theirs), alike, misfits)
+    places = {
+        key: (number, i)
+        for i, (own, other) in enumerate(zip(theirs, saved, strict=True))
+        for key, number in zip(own, other["params"], strict=True)
+    }
     order, sources = dict[int, Any](), list[Mapping[str, Any]]()
-    for i, group in enumerate(groups):
-        own = list(itertools.islice(found, len(group["params"])))
-        order |= {id(p): number for p, (number, _) in zip(group["params"], own, strict=True)}
-        several = sorted({source for _, source in own})
+    for i, (own, group) in enumerate(zip(mine, groups, strict=True)):
+        order |= {id(p): places[key][0] for key, p in zip(own, group["params"], strict=True)}
+        several = sorted({places[key][1] for key in own})
         if len(several) > 1:
             misfits.add(f"group {i}: expected its parameters in one group, they are in groups {several}")
         sources.append(saved[several[0]] if several else saved[i] if alike else {"params": []})
@@ -313,33 +300,62 @@ def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> 
     return Matched(order, sources)
 
 
-def _names_by_group(groups: Sequence[Mapping[str, Any]]) -> Names | None:
+def _keys(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> tuple[Keys, Keys]:
+    """Return by what parameters are matched: names, or (group, place) where one side has none."""
+    names, others = _names(groups), _names(saved)
+    if names is not None and others is not None:
+        mine, theirs = _numbered(names), _numbered(others)
+        same = set().union(*mine) == set().union(*theirs)
+        return (mine, theirs) if same else (_numbered(_bare(names)), _numbered(_bare(others)))
+    mine, theirs = (
+        [[((i, k), 0) for k, _ in enumerate(g["params"])] for i, g in enumerate(x)] for x in (groups, saved)
+    )
+    if len(mine) != len(theirs):
+        misfits.add(f"expected {len(mine)} parameter groups, got {len(theirs)}")
+    for i, (own, other) in enumerate(zip(mine, theirs, strict=False)):
+        if own != other:
+            misfits.add(f"group {i}: expected {len(own)} parameters, got {len(other)}")
+    misfits.stop()
+    return mine, theirs
+
+
+def _compare_keys(mine: set[Key], theirs: set[Key], alike: bool, misfits: Misfits) -> None:
+    """Stop at names that one side lacks, and at those of several parameters if groups are others than those saved."""
+    lacking, extra = ([name for name, _ in apart] for apart in (mine - theirs, theirs - mine))
+    if lacking or extra:
+        line = f"expected parameters {some(lacking)}, " if lacking else f"parameters {some(extra)}: not expected"
+        line += "" if not lacking else f"got {some(extra)} in their place" if extra else "they are missing"
+        if not mine & theirs:
+            line += "; no name is known: without 'param_names' in its groups, a state dict is read by position"
+        misfits.add(line)
+    if not alike and (shared := [name for name, earlier in mine if earlier == 1]):  # else their order tells them apart
+        misfits.add(f"several parameters are called {some(shared)}, and the groups are others than those saved")
+    misfits.stop()
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]] | None:
     """Return the names of each group's parameters; None if a group with parameters has no names, or none has any."""
     found = [list(group.get("param_names") or ()) for group in groups]
     named = all(len(names) == len(group["params"]) for names, group in zip(found, groups, strict=True))
     return found if named and any(found) else None
 
 
-def _count(names: Names) -> Counter[Any]:
-    return Counter(itertools.chain(*names))
+def _numbered(names: list[list[Any]]) -> Keys:
+    """Pair each name with the number of its earlier occurrences: two parameters may share a name."""
+    seen: dict[Any, Iterator[int]] = {}
+    return [[(name, next(seen.setdefault(name, itertools.count()))) for name in group] for group in names]
+
+
+def _bare(names: list[list[Any]]) -> list[list[Any]]:
+    """Return names without those of wrappers, unless two parameters would then share one."""
+    found = [[overrides.bare(name) if isinstance(name, str) else name for name in group] for group in names]
+    return found if len(set().union(*found)) == len(set().union(*names)) else names
 
 
 def some(names: Sequence[plans.Label]) -> str:
     """Return a list of names for an error message, which shows the first ones."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{sorted(names, key=str)[:SHOWN]}{more}"
-
-
-def _counted(names: Names) -> list[tuple[Any, int]]:
-    """Pair each name with the number of its earlier occurrences: two parameters may share a name."""
-    seen: dict[Any, Iterator[int]] = {}
-    return [(name, next(seen.setdefault(name, itertools.count()))) for name in itertools.chain(*names)]
-
-
-def _bare(names: Names) -> Names:
-    """Return names without those of wrappers, unless two parameters would then share one."""
-    found = [[overrides.bare(name) if isinstance(name, str) else name for name in group] for group in names]
-    return found if len(_count(found)) == len(_count(names)) else names
 
 
 def _aligned(groups: Groups, saved: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -478,27 +494,35 @@ def held(
     """
     if variant.keys == kept.keys():
         return variant
-    fixed = {flag.name for flag in cls.FLAGS if flag.shape is not None or flag.clock is not None}
-    switched = {flag.name for flag in cls.FLAGS if flag.nonzero is not None}
-    chosen = plans.chosen(cls, group, p.dtype, name)
-    small, vector = p.numel() < chosen.limit, p.ndim < 2
-    settings = {tuple(v.flags.items()) for v in chosen.pair.variants if v.param == variant.param}
-    others = [plans.variant(chosen.pair, p.dtype, small, setting, vector) for setting in sorted(settings)]
+    others = _others(cls, group, p, name, variant)
     owners = {f.name: f.owner for v in others for f in v.fields if f.owner != "p"}
     owners.update((name, name) for v in others for name in v.states)
     there = {owners[key] for key in kept if key in owners}
     if there == set(variant.states):
         return variant
-    for v in sorted(others, key=lambda v: len(_apart(variant, v))):
-        apart = _apart(variant, v)
-        late = not there.issuperset(variant.states)
-        if set(v.states) != there or apart & fixed or (late and not apart <= switched):
-            continue
-        v = beside(v, variant)
-        common = there.intersection(variant.states) | {"p"}
-        if {f for f in v.fields if f.owner in common} == {f for f in variant.fields if f.owner in common}:
-            return v
-    return variant
+    having = (v for v in others if set(v.states) == there and _is_kept_by(cls, v, variant))
+    return next((beside(v, variant) for v in having), variant)
+
+
+def _others(cls: Any, group: Mapping[str, Any], p: Tensor, name: plans.Label | None, variant: Variant) -> list[Variant]:
+    """Return the parameter's variants under all settings of the flags, those of the fewest other flags first."""
+    chosen = plans.chosen(cls, group, p.dtype, name)
+    small, vector = p.numel() < chosen.limit, p.ndim < 2
+    settings = sorted({tuple(v.flags.items()) for v in chosen.pair.variants if v.param == variant.param})
+    others = [plans.variant(chosen.pair, p.dtype, small, setting, vector) for setting in settings]
+    return sorted(others, key=lambda v: len(_apart(variant, v)))
+
+
+def _is_kept_by(cls: Any, other: Variant, variant: Variant) -> bool:
+    """Return True if a step of the variant leaves the states of another one as they are, but for those of its own."""
+    fixed = {flag.name for flag in cls.FLAGS if flag.shape is not None or flag.clock is not None}
+    switched = {flag.name for flag in cls.FLAGS if flag.nonzero is not None}
+    apart, late = _apart(variant, other), not set(other.states).issuperset(variant.states)
+    if apart & fixed or (late and not apart <= switched):
+        return False
+    common = {*other.states, "p"} & {*variant.states, "p"}
+    there, own = ({f for f in v.fields if f.owner in common} for v in (beside(other, variant), variant))
+    return there == own
 
 
 def _apart(a: Variant, b: Variant) -> set[str]:
@@ -506,14 +530,10 @@ def _apart(a: Variant, b: Variant) -> set[str]:
     return {name for name in a.flags.keys() | b.flags.keys() if a.flags.get(name, 0) != b.flags.get(name, 0)}
 
 
-def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tensor]) -> Arena:
-    """Return a buffer for the states of the parameters on the CPU that have a plan; the others will be refused."""
-    sizes: list[int] = []
-    for label, p in params.items():
-        with suppress(TypeError, ValueError):
-            here = state.home(p).type == "cpu" and not sharding.is_sharded(p)
-            sizes += state.sizes(select(cls, group, p, label)[2], p, {}) if here else ()
-    return Arena(sizes)
+def _room(found: Iterable[Any]) -> Arena:
+    """Return a buffer for the states that entries are read into; dense ones are larger than what becomes of them."""
+    tensors = (x for entry in found if isinstance(entry, Mapping) for x in entry.values() if isinstance(x, Tensor))
+    return Arena(x.numel() * x.element_size() for x in map(sharding.local, tensors))
 
 
 @dataclass(frozen=True)
@@ -536,31 +556,22 @@ class _Reading:
         """True for a group that was saved in evaluation, of a rule that has weights for it."""
         return self.cls.evaluation is not None and self.group[options.MODE] is False
 
-    def read(
-        self, labels: Sequence[plans.Label], numbers: Sequence[Any], saved: Mapping[Any, Any]
-    ) -> list[tuple[Tensor, str]]:
+    def read(self, labels: Sequence[plans.Label], numbers: Sequence[Any], saved: Mapping[Any, Any]) -> Absent:
         """Read the states; returns the parameters that have none in the checkpoint, and their names.
 
         numbers   the parameters' numbers in the checkpoint
         """
-        cls, group, misfits = self.cls, self.group, self.misfits
-        kept = _listed(self.saved, options.ENTRIES)
-        fed = {key for name in cls.INPUTS for key in (name, fed_name(name))}
-        rows = list(zip(group["params"], labels, numbers, strict=True))
-        present = {label: p for p, label, number in rows if isinstance(x := saved.get(number), Mapping) and x}
-        arena = _arena(cls, group, present)
+        group, kept = self.group, _listed(self.saved, options.ENTRIES)
+        arena = _room(saved.get(number) for number in numbers)
         names = numbers if group.get("param_names") is None else group["param_names"]
-        absent: list[tuple[Tensor, str]] = []
-        for (p, label, number), name in zip(rows, names, strict=True):
-            entry, extra = saved.get(number), {}
-            if (kept or cls.INPUTS) and isinstance(entry, Mapping):
-                mine = kept - keys_of(cls, group, p, label)
-                if self.own and entry.keys() <= mine | fed:  # for the first step, which is still to come
-                    mine |= fed
-                    misfits.lines += _misfed(cls, p, entry, state.label(p, name))
-                extra = {k: _copied(x, p.device, k, misfits) for k, x in entry.items() if k in mine}
-                entry = {key: value for key, value in entry.items() if key not in mine}
-            source = None if entry is None else self.opened(p, label, entry, state.label(p, name))
+        absent = Absent()
+        for p, label, number, name in zip(group["params"], labels, numbers, names, strict=True):
+            entry: Any = saved.get(number)
+            where = state.label(p, name)
+            extra = self._own_entries(p, label, entry, kept, where) if kept or self.cls.INPUTS else {}
+            if extra:
+                entry = {key: value for key, value in entry.items() if key not in extra}
+            source = None if entry is None else self.opened(p, label, entry, where)
             if source is not None:
                 self.loaded.states[p] = source.read(arena)
             elif p.requires_grad:
@@ -569,44 +580,63 @@ class _Reading:
                 self.loaded.states.setdefault(p, {}).update(extra)
         return absent
 
+    def _own_entries(self, p: Tensor, label: plans.Label, entry: Any, kept: set[str], where: str) -> dict[str, Any]:
+        """Return copies of what a user keeps in a parameter's state, and of inputs for a first step still to come."""
+        if not isinstance(entry, Mapping):
+            return {}
+        own, fed = kept - keys_of(self.cls, self.group, p, label), set[str]()
+        for name in self.cls.INPUTS:
+            fed |= {name, fed_name(name)}
+        if self.own and entry.keys() <= own | fed:
+            own |= fed
+            self.misfits.lines += _misfed(self.cls, p, entry, where)
+        return {key: copied(value, p.device, key, self.misfits) for key, value in entry.items() if key in own}
+
     def opened(self, target: Tensor, label: plans.Label, entry: Any, where: str) -> _Source | None:
         """Return the source of a parameter's state; None if there is nothing to read, or misfits were found."""
         if not isinstance(entry, Mapping):
             self.misfits.add(f"{where}: expected a dict of states, got {_short(entry)}")
             return None
         found = {key: value for key, value in entry.items() if value is not None}
-        nested = [value for value in found.values() if isinstance(value, Mapping)]
-        for key, value in itertools.chain(found.items(), *(part.items() for part in nested)):
+        for key, value in itertools.chain(
+            found.items(), *(x.items() for x in found.values() if isinstance(x, Mapping))
+        ):
             if isinstance(value, Tensor) and (kind := without_values(value)):
                 self.misfits.add(f"{where}: {key}: expected a tensor with values, got one {kind}")
                 return None
         if not found:
             return None
-        p, parts, exact, errors = target, None, None, None
         trained = found.pop(state.TRAINED, None) if self.evaluating else None
         if self.evaluating and not isinstance(trained, Tensor):
             self.misfits.add(f"{where}: {state.TRAINED}: it is missing, and the checkpoint was taken in evaluation")
             self.misfits.heading = self.misfits.heading.removesuffix(EVALUATED) + EVALUATED
             return None
         try:
-            plan_name, plan, variant = select(self.cls, self.group, p, label)
-            if not self.own:
-                errors = found.get("error_bits")
-                found = reader().dense(found, variant.states, tuple(p.shape))
-            variant = held(self.cls, self.group, p, label, variant, found)
+            plan_name, plan, variant = select(self.cls, self.group, target, label)
             where = f"{where}, plan {plan_name}"
-            p = state.at_home(p)
-            if sharding.is_sharded(p):
-                parts = sharded_states.Parts.of(p, variant)
-                p, found = parts.weight(p), parts.taken(found)
-                errors = parts.beside("error_bits", errors) if isinstance(errors, Tensor) else errors
-            if trained is not None:
-                trained = _trained(trained, target, p, parts, self.own)
-            if not self.own:
-                exact = reader().weight({"error_bits": errors}, p, self.group.get("master_bytewidth"))
+            return self._source(plan, variant, target, label, found, trained, where)
         except (TypeError, ValueError) as error:
             self.misfits.add(f"{where}: {error}")
             return None
+
+    def _source(
+        self, plan: Pair, variant: Variant, target: Tensor, label: plans.Label, found: dict[str, Any],
+        trained: Tensor | None, where: str,
+    ) -> _Source:  # fmt: skip
+        """Return the source of a parameter's state; TypeError or ValueError if it does not fit."""
+        errors, p, parts, exact = None, state.at_home(target), None, None
+        if not self.own:
+            errors = found.get("error_bits")
+            found = reader().dense(found, variant.states, tuple(target.shape))
+        variant = held(self.cls, self.group, target, label, variant, found)
+        if sharding.is_sharded(p):
+            parts = sharded_states.Parts.of(p, variant)
+            p, found = parts.weight(p), parts.taken(found)
+            errors = parts.beside("error_bits", errors) if isinstance(errors, Tensor) else errors
+        if trained is not None:
+            trained = _trained(trained, target, p, parts, self.own)
+        if not self.own:
+            exact = reader().weight({"error_bits": errors}, p, self.group.get("master_bytewidth"))
         return _Source(self, plan, variant, target, p, parts, found, exact, trained, where)
 
 
@@ -664,7 +694,7 @@ class _Source:
     def read(self, arena: Arena) -> state.State:
         """Return the state, which is of no use if misfits were found."""
         variant, misfits = self.variant, self.reading.misfits.lines
-        before, dense = len(misfits), not self.reading.own and is_dense(variant, self.p, self.entry, self.parts)
+        before, dense = len(misfits), not self.reading.own and self._is_dense()
         expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys
         for key in sorted(map(str, self.entry.keys() - expected)):
             self.misfit(f"{key}: not expected (it has {', '.join(sorted(expected))})")
@@ -683,6 +713,18 @@ class _Source:
             if shown is not None:
                 self._show(shown, made)
         return made if self.parts is None else self.parts.wrapped(made)
+
+    def _is_dense(self) -> bool:
+        """Return True if the entry holds torch's dense tensors of the states, not the variant's own fields."""
+        fields, found = self.variant.fields, self.entry
+        shapes = {f.owner: state.shape(f.of_values, self.p, self.parts) for f in fields if not f.wide}
+        if any(f.name in found for f in fields if f.name not in self.variant.states):
+            return False
+        for name in self.variant.states:
+            value, shape = found.get(name), shapes.get(name, tuple(self.p.shape))
+            if not isinstance(value, Tensor) or not value.is_floating_point() or tuple(value.shape) != shape:
+                return False
+        return any(f.name not in self.variant.states or not f.torch_dtype.is_floating_point for f in fields)
 
     def _whole(self) -> Mapping[str, Tensor]:
         """Return the states of the whole tensor, if formats need statistics of all ranks.
@@ -728,12 +770,7 @@ class _Source:
         return state.zeros(f, self.p, arena, self.parts).copy_(value.detach()) if fits else None
 
     def _checked(self, made: Mapping[str, Any]) -> Tensor | None:
-        """Check the numbers of copied fields; returns new values of p if it is rounded anew.
-
-        It is if p was cast from the weight whose low bits are in `made`: a cast rounds ties to even and a split weight
-        rounds them up, so that the weight would differ in its last place. Low bits of any other weight belong to a p
-        that is loaded later.
-        """
+        """Check the numbers of copied fields; returns new values of p if it is rounded anew."""
         plan, variant, p = self.plan, self.variant, self.p
         floats = [f for f in variant.fields if f.torch_dtype.is_floating_point]
         self._numbers(made, [f.name for f in floats], {f.name for f in floats if f.nonneg})
@@ -742,6 +779,16 @@ class _Source:
         read = layout.decode(plan, variant, p, made, coded) if coded else {}
         self._numbers(read, coded, variant.nonneg)
         self._headers(made)
+        return self._rounded(made)
+
+    def _rounded(self, made: Mapping[str, Any]) -> Tensor | None:
+        """Return new values of p if it is rounded anew.
+
+        It is if p was cast from the weight whose low bits are in `made`: a cast rounds ties to even and a split weight
+        rounds them up, so that the weight would differ in its last place. Low bits of any other weight belong to a p
+        that is loaded later.
+        """
+        plan, variant, p = self.plan, self.variant, self.p
         own = [f.name for f in variant.fields if f.owner == "p"]
         exact = low_bits.exact(p) if own else None
         if exact is None:
@@ -791,20 +838,6 @@ class _Source:
         wanted = [name for name in (*variant.names, *(() if exact is None else ("p",))) if name not in made]
         made.update(layout.encode(plan, variant, p, values, wanted, room, exact))
         return None if exact is None else made.pop("p")
-
-
-def is_dense(variant: Variant, p: Tensor, found: Mapping[str, Any], parts: sharded_states.Parts | None = None) -> bool:
-    """Return True if an entry holds torch's dense tensors of the states, not the variant's own fields."""
-    few = {f.owner: state.shape(f.of_values, p, parts) for f in variant.fields if not f.wide}
-    own = [f for f in variant.fields if f.name not in variant.states]
-    if any(f.name in found for f in own) or not all(
-        isinstance(value := found.get(name), Tensor)
-        and value.is_floating_point()
-        and tuple(value.shape) == few.get(name, tuple(p.shape))
-        for name in variant.states
-    ):
-        return False
-    return bool(own) or any(not f.torch_dtype.is_floating_point for f in variant.fields)
 
 
 def dense_entry(plan: Pair, variant: Variant, p: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,30 +35,12 @@ def feed(self: Any, *, keep: bool = False, **values: Given) -> None:
     that does not fit its parameter; nothing has changed then.
     """
     cls, found = type(self).__name__, list[Any]()
+    inputs = dict.fromkeys(x for one in self._members for x in one.INPUTS)
     for name, given in values.items():
+        if name not in inputs:
+            raise TypeError(f"{cls}.feed: {name!r} is no input of this rule; its inputs: {', '.join(inputs) or 'none'}")
         rows = [(one, entry) for one, entry, _ in self._matched() if name in one.INPUTS]
-        entries = [entry for _, entry in rows]
-        if not any(name in one.INPUTS for one in self._members):
-            known = ", ".join(dict.fromkeys(x for one in self._members for x in one.INPUTS)) or "none"
-            raise TypeError(f"{cls}.feed: {name!r} is no input of this rule; its inputs: {known}")
-        trained = [entry for entry in entries if entry.p.requires_grad]
-        if callable(given):
-            own = {id(entry.p): given(entry.p) for entry in trained}
-        elif isinstance(given, Mapping):
-            own = {id(p): x for p, x in given.items()}
-            if unknown := own.keys() - {id(entry.p) for entry in entries}:
-                raise ValueError(
-                    f"{cls}.feed: {name} has tensors for {len(unknown)} parameters of no group of a rule that has it"
-                )
-        elif not hasattr(given, "__len__"):
-            raise TypeError(f"{cls}.feed: {name} must be a list, a dict or a function of parameters, not {given!r:.60}")
-        elif len(given) != len(trained):
-            raise ValueError(
-                f"{cls}.feed: {name} has {len(given)} tensors, and {len(trained)} parameters require a gradient: give "
-                f"None where there is none, or a dict by parameter"
-            )
-        else:
-            own = {id(entry.p): x for entry, x in zip(trained, given, strict=True)}
+        own = _by_parameter(f"{cls}.feed: {name}", given, [entry.p for _, entry in rows])
         for one, entry in rows:
             if (x := own.get(id(entry.p))) is not None:
                 _check(type(one).__name__, name, entry, x)
@@ -71,6 +53,26 @@ def feed(self: Any, *, keep: bool = False, **values: Given) -> None:
             made = {name: torch.empty(x.shape, dtype=torch.float32, device=state.home(entry.p)).copy_(x)}
             kept.update(made if parts is None else parts.wrapped(made))
         kept[fed_name(name)] = 2.0 if keep else 1.0
+
+
+def _by_parameter(what: str, given: Any, params: Sequence[Tensor]) -> dict[int, Tensor | None]:
+    """Return the values of an input by id(parameter), in whichever form they are given."""
+    trained = [p for p in params if p.requires_grad]
+    if callable(given):
+        return {id(p): given(p) for p in trained}
+    if isinstance(given, Mapping):
+        own = {id(p): x for p, x in given.items()}
+        if unknown := own.keys() - set(map(id, params)):
+            raise ValueError(f"{what} has tensors for {len(unknown)} parameters of no group of a rule that has it")
+        return own
+    if not hasattr(given, "__len__"):
+        raise TypeError(f"{what} must be a list, a dict or a function of parameters, not {given!r:.60}")
+    if len(given) != len(trained):
+        raise ValueError(
+            f"{what} has {len(given)} tensors, and {len(trained)} parameters require a gradient: give None where there "
+            f"is none, or a dict by parameter"
+        )
+    return {id(p): x for p, x in zip(trained, given, strict=True)}
 
 
 def freed(cls: Any, states: dict[Any, Any]) -> dict[Any, Any]:

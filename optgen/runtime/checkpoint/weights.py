@@ -7,7 +7,6 @@ wrappers and hooks that prefix names change nothing here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,26 +31,14 @@ def settle(rounded: Iterable[tuple[Tensor, Tensor]], params: Iterable[Tensor]) -
         low_bits.drop(p)
 
 
-def fresh(p: Tensor) -> Tensor:
-    """Return the full weight before the first step: fp32 and contiguous, or as it is if fp32 does not hold it."""
-    exact = low_bits.exact(p)
+def fresh(t: Tensor) -> Tensor:
+    """Return a copy of a weight before its first step: fp32 and contiguous, or as it is if fp32 does not hold it."""
+    exact = low_bits.exact(t)
     if exact is not None:
         return exact
-    held = p.is_floating_point() and p.dtype.itemsize <= 4
-    return p.detach().to(torch.float32 if held else p.dtype, copy=True).contiguous()
-
-
-def full(plan: Pair, variant: Variant, p: Tensor, kept: Mapping[str, Any], name: str | int) -> Tensor:
-    """Return the full weight of a parameter with a state; RuntimeError if p is not the weight of its state."""
-    state.check(variant, p, kept, name)
-    weight = sharded_states.decode(plan, variant, p, kept, ("p",))["p"]
-    if edited(sharding.local(p), sharding.local(weight)):
-        raise RuntimeError(
-            f"{state.label(p, name)} was changed by something else than the optimizer, and is no rounding of the full "
-            f"weight that the optimizer keeps. To go on from what the model shows: "
-            f"opt.load_master_state_dict(model, model.state_dict())"
-        )
-    return weight
+    held = t.is_floating_point() and t.dtype.itemsize <= 4
+    made = t.detach().to(torch.float32 if held else t.dtype, copy=True)
+    return made.contiguous() if made.layout is torch.strided else made
 
 
 def edited(p: Tensor, weight: Tensor) -> bool:
@@ -69,17 +56,35 @@ def _ordered(t: Tensor) -> Tensor:
     return torch.where(pattern < 0, -(pattern & 0x7FFF), pattern)
 
 
-def of_entry(optimizer: Any, entry: Entry) -> Tensor:
-    """Return the full weight of a parameter as it is to be used: in evaluation, as it is evaluated with."""
+def of_entry(one: Any, entry: Entry) -> Tensor:
+    """Return the full weight of a parameter as it is to be used: in evaluation, as it is evaluated with.
+
+    RuntimeError if p is not the weight of its state.
+    """
     p: Any = entry.p
-    cls, group, name, kept = type(optimizer), entry.group, entry.name, state.of(optimizer.state, p)
-    if not kept:
+    if not state.of(one.state, p):
         return fresh(p)
-    if state.TRAINED not in kept:
-        _, plan, variant = checkpoint.select(cls, group, p, name, kept)
-        return full(plan, variant, p, kept, name)
-    made = evaluated(cls, group, state.trained(p, kept), kept, name)
-    return sharding.wrapped(made, sharding.layout_of(p)) if sharding.is_sharded(p) else made
+    plan, variant, kept = _kept(one, entry)
+    if state.TRAINED in kept:
+        made = evaluated(type(one), entry.group, state.trained(p, kept), kept, entry.name)
+        return sharding.wrapped(made, sharding.layout_of(p)) if sharding.is_sharded(p) else made
+    weight = sharded_states.decode(plan, variant, p, kept, ("p",))["p"]
+    if edited(sharding.local(p), sharding.local(weight)):
+        raise RuntimeError(
+            f"{state.label(p, entry.name)} was changed by something else than the optimizer, and is no rounding of the "
+            f"full weight that the optimizer keeps. To go on from what the model shows: "
+            f"opt.load_master_state_dict(model, model.state_dict())"
+        )
+    return weight
+
+
+def _kept(one: Any, entry: Entry) -> tuple[Pair, Variant, Mapping[str, Any]]:
+    """Return the plan, the variant and the state of a parameter; RuntimeError if the state does not fit."""
+    kept = state.of(one.state, entry.p) or {}
+    _, plan, variant = checkpoint.select(type(one), entry.group, entry.p, entry.name, kept or None)
+    if kept and state.TRAINED not in kept:
+        state.check(variant, entry.p, kept, entry.name)
+    return plan, variant, kept
 
 
 def _trained(optimizer: Any, model: nn.Module) -> dict[int, tuple[Any, Entry]]:
@@ -104,70 +109,71 @@ def of_model(optimizer: Any, model: nn.Module) -> dict[str, Any]:
     weights = {key: partial(of_entry, *one) for key, one in _trained(optimizer, model).items()}
     found = model.state_dict(keep_vars=True)
     made: dict[int, Any] = {}
-    for value in found.values():
-        if id(value) not in made:
-            made[id(value)] = weights[id(value)]() if id(value) in weights else _as_it_is(value)
+    for key, value in ((id(value), value) for value in found.values()):
+        if key not in made:
+            made[key] = weights[key]() if key in weights else fresh(value) if isinstance(value, Tensor) else value
     return {name: made[id(value)] for name, value in found.items()}
 
 
-def _as_it_is(value: Any) -> Any:
-    """Return an entry that the optimizer does not own, as fp32 if it is narrower."""
-    if not isinstance(value, Tensor):
-        return value
-    exact = low_bits.exact(value)
-    if exact is not None:
-        return exact
-    narrow = value.is_floating_point() and value.dtype.itemsize < 4
-    return value.detach().to(torch.float32) if narrow else value.detach().clone()
+Owned = list[tuple[Tensor, Tensor]]
+"""Parameters of an optimizer, each with its new value."""
 
 
-@dataclass
-class Loading:
-    """Weights that fit: (parameter, its new value) of the optimizer's, and the other entries by name."""
+def check(
+    model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object], strict: bool
+) -> tuple[Owned, dict[str, Any]]:
+    """Compare a state dict with the model; return what is the optimizer's in it, and the other entries by name.
 
-    owned: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    rest: dict[str, Any] = field(default_factory=dict)
-
-
-def check(model: nn.Module, owner: str, saved: Any, owned: Mapping[int, object], strict: bool) -> Loading:
-    """Compare a state dict with the model. Raises ValueError listing all misfits."""
+    Raises ValueError listing all misfits.
+    """
     misfits = Misfits(f"{owner}.load_master_state_dict: the weights do not fit the model, nothing was loaded")
     if not isinstance(saved, Mapping):
         raise TypeError(f"{owner}.load_master_state_dict takes a state dict, got {saved!r:.80}")
     live = model.state_dict(keep_vars=True)
     if strict:
-        for name in (n for n in live if n not in saved):
-            misfits.add(f"{name}: expected {state.kind(live[name])}, it is missing")
-        for name in (n for n in saved if n not in live):
-            misfits.add(f"{name}: not expected, the model has none of that name")
-    loading = Loading()
-    first: dict[int, str] = {}
-    for name, target in live.items():
-        if name not in saved:
-            continue
-        value = saved[name]
+        compare_names(live, saved, misfits)
+    mine, rest, first = Owned(), dict[str, Any](), dict[int, str]()
+    for name in (n for n in live if n in saved):
+        target, value = live[name], saved[name]
+        other = first.get(id(target), name)
         if isinstance(target, Tensor):
-            line = _misfit(target, value)
-            if line:
-                misfits.add(f"{name}: expected {state.kind(target)}, got {line}")
+            if line := _problem(target, value, id(target) in owned):
+                misfits.add(f"{name}: {line}")
                 continue
-            other = first.setdefault(id(target), name)
-            if other != name:
-                if not _same(saved[other], value):
-                    misfits.add(f"{name}: it is tied to {other}, but the two differ")
-                continue
-            if line := _unwritable(target, id(target) in owned):
-                misfits.add(f"{name}: the model's is {line}, which cannot be written")
-                continue
-        if id(target) in owned:
-            loading.owned.append((target, value))
+            first.setdefault(id(target), name)
+        if other != name:
+            if not _same(saved[other], value):
+                misfits.add(f"{name}: it is tied to {other}, but the two differ")
+        elif id(target) in owned:
+            mine.append((target, value))
         else:
-            if sharding.is_sharded(target) and not sharding.is_sharded(value):
-                of = sharding.layout_of(target)
-                value = sharding.wrapped(sharding.part_of(value, of).to(target.device), of)
-            loading.rest[name] = value
+            rest[name] = _laid_out(value, target)
     misfits.stop()
-    return loading
+    return mine, rest
+
+
+def compare_names(live: Mapping[str, Any], saved: Mapping[str, Any], misfits: Misfits, prefix: str = "") -> None:
+    """Add a misfit for every name that a model and a state dict do not share."""
+    for name in (n for n in live if n not in saved):
+        misfits.add(f"{prefix}{name}: expected {state.kind(live[name])}, it is missing")
+    for name in (n for n in saved if n not in live):
+        misfits.add(f"{prefix}{name}: not expected, the model has none of that name")
+
+
+def _laid_out(value: Any, target: Any) -> Any:
+    """Return a value as a DTensor where the model has one."""
+    if not sharding.is_sharded(target) or sharding.is_sharded(value):
+        return value
+    of = sharding.layout_of(target)
+    return sharding.wrapped(sharding.part_of(value, of).to(target.device), of)
+
+
+def _problem(target: Tensor, value: Any, trained: bool) -> str:
+    """Describe a value that does not fit a tensor of the model, or a tensor that cannot be written; "" if it fits."""
+    if line := _misfit(target, value):
+        return f"expected {state.kind(target)}, got {line}"
+    line = _unwritable(target, trained)
+    return line and f"the model's is {line}, which cannot be written"
 
 
 def _misfit(target: Tensor, value: Any) -> str:
@@ -217,18 +223,16 @@ def _pattern(t: Tensor) -> Tensor:
     return t.detach().contiguous().reshape(-1).view(torch.uint8) if t.numel() else t.detach()
 
 
-def put(
-    plan: Pair, variant: Variant, p: Tensor, kept: Mapping[str, Any] | None, value: Tensor, hypers: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def put(one: Any, entry: Entry, value: Tensor) -> None:
     """Set a weight and the part of it that its state keeps; of a DTensor, the part on this rank.
 
-    Returns a new state if one had to be made: a DTensor without one has no other place for its low bits.
+    A DTensor without a state gets one: it has no other place for its low bits.
     """
+    p, (plan, variant, kept) = entry.p, _kept(one, entry)
     parts = sharded_states.Parts.of(p, variant) if sharding.is_sharded(p) else None
     weight, full = (p, value.detach()) if parts is None else (parts.weight(p), parts.beside("its weight", value))
     full = full.to(device=p.device, dtype=torch.float32).contiguous()
     own = [f.name for f in variant.fields if f.owner == "p"]
-    made: dict[str, Any] | None = None
     if kept and own:
         new = layout.encode(plan, variant, weight, dict.fromkeys(variant.states, 0.0), [*own, "p"], None, full)
         weight.copy_(new["p"])
@@ -238,38 +242,32 @@ def put(
         weight.copy_(full)
         low_bits.drop(weight)
         # A state may hold more of a weight than a 16-bit parameter shows.
-        if not kept and (any(f.owner == "p" for f in variant.fields) or "param" in variant.init.values()):
+        if not kept and (own or "param" in variant.init.values()):
             low_bits.keep(weight, full)
             if parts is not None:
                 rounded: list[tuple[Tensor, Tensor]] = []
-                made = parts.wrapped(state.create(plan, variant, weight, {}, None, hypers, rounded, 0, parts))
+                new = state.create(plan, variant, weight, {}, None, entry.group, rounded, 0, parts)
+                one.state[p] = {**one.state.get(p, {}), **parts.wrapped(new)}
                 settle(rounded, [weight])
     if parts is not None and parts.gathered:
         sharding.local(p).copy_(sharding.part_of(weight, parts.layout))
-    return made
 
 
 @torch.no_grad()
 def load(optimizer: Any, model: nn.Module, saved: Any, strict: bool) -> None:
     """Set a model's weights, and the bits of them that an optimizer keeps: `Optimizer.load_master_state_dict`."""
     entries = _trained(optimizer, model)
-    found, ready = check(model, type(optimizer).__name__, saved, entries, strict), []
-    for p, value in found.owned:
-        one, entry = entries[id(p)]
-        kept = state.of(one.state, p)
-        _, plan, variant = checkpoint.select(type(one), entry.group, p, entry.name, kept or None)
-        if kept:
-            state.check(variant, p, kept, entry.name)
-        ready.append((one, plan, variant, p, kept, value, entry.group))
-    if found.rest:
-        model.load_state_dict(found.rest, strict=False)
-    for one, plan, variant, p, kept, value, group in ready:
-        made = put(plan, variant, p, kept, value, group)
-        if made is not None:
-            one.state[p] = {**one.state.get(p, {}), **made}
+    owned, rest = check(model, type(optimizer).__name__, saved, entries, strict)
+    for p, _ in owned:
+        _kept(*entries[id(p)])
+    if rest:
+        model.load_state_dict(rest, strict=False)
+    for p, value in owned:
+        put(*entries[id(p)], value)
     low_bits.carry(model)
 
 
+@torch.no_grad()
 def scale_rows(optimizer: Any, p: Tensor, factors: Any) -> None:
     """Multiply the rows of a weight, and the bits of them that this optimizer keeps; moments stay as they are.
 
@@ -286,26 +284,22 @@ def scale_rows(optimizer: Any, p: Tensor, factors: Any) -> None:
     one, entry = next(((one, entry) for one, entry, _ in optimizer._matched() if entry.p is p), (None, None))
     if one is None or entry is None:
         raise ValueError(f"{owner}: {state.kind(p)} is no parameter of this optimizer")
+    scale = _per_row(owner, p, factors, state.label(p, entry.name))
+    if one.evaluation is not None or "param" in _kept(one, entry)[1].init.values():
+        raise ValueError(f"{owner}: {type(one).__name__} keeps other weights beside p, which would not follow")
+    put(one, entry, of_entry(one, entry) * _laid_out(scale, p))
+
+
+def _per_row(owner: str, p: Tensor, factors: Any, label: str) -> Tensor:
+    """Return the factors of rows, or of blocks of rows, for each element; ValueError if there are no such."""
     scale = torch.as_tensor(factors, dtype=torch.float32, device=sharding.local(p).device).detach()
     if p.ndim == 0 or scale.ndim != 1 or scale.numel() == 0 or p.shape[0] % scale.numel():
         rows = f"a number for each of {p.shape[0] if p.ndim else 0} rows, or for blocks of as many of them"
         raise ValueError(f"{owner}: expected {rows}, got factors of shape {tuple(scale.shape)}")
     if not bool(scale.isfinite().all()):
-        raise ValueError(f"{owner}: the factors of {state.label(p, entry.name)} are not all finite")
-    kept = state.of(one.state, p)
-    _, plan, variant = checkpoint.select(type(one), entry.group, p, entry.name, kept or None)
-    if one.evaluation is not None or "param" in variant.init.values():
-        raise ValueError(f"{owner}: {type(one).__name__} keeps other weights beside p, which would not follow")
-    with torch.no_grad():
-        per_row = scale.repeat_interleave(p.shape[0] // scale.numel())
-        scale = per_row.reshape(-1, *[1] * (p.ndim - 1)).expand(p.shape)
-        if sharding.is_sharded(p):
-            over: Any = p
-            of = sharding.layout_of(over)
-            scale = sharding.wrapped(sharding.part_of(scale, of), of)
-        made = put(plan, variant, p, kept, of_entry(one, entry) * scale, entry.group)
-        if made is not None:
-            one.state[p] = {**one.state.get(p, {}), **made}
+        raise ValueError(f"{owner}: the factors of {label} are not all finite")
+    per_row = scale.repeat_interleave(p.shape[0] // scale.numel())
+    return per_row.reshape(-1, *[1] * (p.ndim - 1)).expand(p.shape)
 
 
 def evaluated(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Tensor], name: str | int) -> Tensor:

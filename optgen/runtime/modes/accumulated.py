@@ -56,13 +56,11 @@ class GradientAccumulator:
                 f"release_gradients: accumulator must make a generated optimizer, as optgen.accumulate."
                 f"accumulator('int8') does, got {keeper!r:.80}"
             )
-        self._cls, self._group = type(keeper), keeper.param_groups[0]
+        self._cls, self._group, self.name = type(keeper), keeper.param_groups[0], name
         self._group["param_names"] = [name]  # what it keeps otherwise goes by the position that it has alone
         if self._group.get("overrides"):
             self._group["overrides"] = tuple((name, plan) for _, plan in self._group["overrides"])
-        variant = refuse_sums(self._cls, self._group, p, name)[0]
-        self._zeros = {f.name: f.zero for f in variant.fields}
-        self._first = {"step": 0, **dict(variant.host_states)}
+        refuse_sums(self._cls, self._group, p, name)
         self._group["params"] = []
         self._seed, self.count = self._group["seed"], count
         self._entry: dict[str, Any] | None = None
@@ -90,8 +88,5 @@ class GradientAccumulator:
         The next one is of a window of its own (runtime/records/keys.py): places of one window an even number of steps
         apart, as the same micro-batch of every sum would be, are all in the same half of the cell.
         """
-        if self._entry is not None:
-            for name, zero in self._zeros.items():
-                self._entry[name].fill_(zero)
-            self._entry.update(self._first)
+        self._entry = None
         self.count += 1

@@ -67,15 +67,10 @@ class Mover:
         return None if stream is None else stream.record_event()
 
     def fetch(self, pairs: Sequence[Pair]) -> Any:
-        """Start copies to the host, after all work that the device was given so far; return a token for `wait`."""
+        """Start copies to the host after all work that the device was given so far; return their event, if any."""
         if self.down is not None:
             self.down.wait_stream(torch.cuda.current_stream(self.device))
         return self._copy(self.down, pairs)
-
-    def wait(self, token: Any) -> None:
-        """Wait until those copies are done."""
-        if token is not None:
-            token.synchronize()
 
     def send(self, pairs: Sequence[Pair]) -> None:
         """Start copies to the device, for which all work waits that it is given from now on."""
@@ -106,11 +101,11 @@ class Chunk:
                 group[key].append(value)
 
     def fetch(self) -> Any:
-        """Start copies of weights and gradients to the host; return a token for `step`."""
+        """Start copies of weights and gradients to the host; return their event for `step`."""
         read = [m.p for m in self.members] + [_grad(m) for m in self.members]
         return self.mover.fetch(list(zip(self.twins + self.grads, read, strict=True)))
 
-    def step(self, owner: Owner, token: Any) -> None:
+    def step(self, owner: Owner, arrival: Any) -> None:
         """Make the step as soon as the copies are there, and start the copies back; new states are the owner's."""
         pairs, inside = list(zip(self.twins, self.members, strict=True)), {m.p for m in self.members}
         states = {twin: owner.states[m.p] for twin, m in pairs if owner.states.get(m.p)}
@@ -121,7 +116,8 @@ class Chunk:
                 setattr(twin, low_bits.ATTRIBUTE, m.p.__dict__[low_bits.ATTRIBUTE])
         for number, group in self.groups.items():
             entries.take_options(group, owner.groups[number])
-        self.mover.wait(token)
+        if arrival is not None:
+            arrival.synchronize()
         for twin, g in zip(self.twins, self.grads, strict=True):
             twin.grad = g
         try:
@@ -193,11 +189,11 @@ class Offload:
                 return
             self._divide(owner, stepper)
             self._bring(owner)
-            token = self._chunks[0].fetch() if self._chunks else None
+            arrival = self._chunks[0].fetch() if self._chunks else None
             self._step_others(owner, stepper)
             for chunk, following in zip_longest(self._chunks, self._chunks[1:]):
-                arrived, token = token, None if following is None else following.fetch()
-                chunk.step(owner, arrived)
+                event, arrival = arrival, None if following is None else following.fetch()
+                chunk.step(owner, event)
 
     def _bring(self, owner: Owner) -> None:
         """Bring states that were made to where the groups want them now; a user's own entries stay."""

@@ -15,7 +15,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Self, cast, get_args
+from contextlib import AbstractContextManager
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from optgen.runtime.layout import sharding
 from optgen.runtime.modes.accumulated import GradientAccumulator, refuse_sums
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
-from optgen.runtime.records import Variant, as_float, as_int
+from optgen.runtime.records import as_float, as_int
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import state
@@ -38,65 +39,66 @@ TINY = 1e-6
 
 
 class ReleasedParameter:
-    """A parameter with a stepper of its own.
+    """A parameter with a stepper of its own, in its place in the optimizer.
 
-    entry    its place in the optimizer, with a group of its own: options are copied from the user's before each step
-    old      what it was before it took another place or name
+    entry    that place, with a group of its own: options are copied from the user's before each step
     summed   micro-batches since the last update
     sums     the sum of their gradients, if that is not p.grad itself
     updates  the number of its updates since the user's last step()
     roomy    True if a step, this or another one, needs a buffer as large as the parameter
     """
 
-    def __init__(self, release: Release, owner: Owner, entry: Entry, old: ReleasedParameter | None) -> None:
-        optimizer, make = release.optimizer, release.accumulator
-        self.p, self.name = entry.p, entry.name
-        self.group: dict[str, Any] = {"params": [self.p], "param_names": [self.name], "positions": [entry.position]}
-        self.entry = entry._replace(group=self.group)
-        self.stepper, self.offload = Stepper(entry.number), optimizer._offload.part(entry)
-        known = optimizer._stepper.dtypes.get(id(self.p))
-        if known is not None:
-            self.stepper.dtypes[id(self.p)] = known
-        self.flags: object = None
-        self.variant: Variant | None = None
-        self.roomy = False
+    entry: Entry
+    stepper: Stepper
+    offload: Any
+    options: object
+    roomy: bool
+    hook: Any
+
+    def __init__(self, release: Release, owner: Owner, entry: Entry) -> None:
+        self.p, self.summed, self.updates = entry.p, 0, 0
+        self.sums: GradientAccumulator | None = None
+        self.place(release, owner, entry)
+
+    def place(self, release: Release, owner: Owner, entry: Entry) -> None:
+        """Go on in a place of the optimizer, and under its name there; a sum of micro-batches goes to p.grad."""
+        self.gather()
+        p, name = entry.p, entry.name
+        self.entry = entry._replace(group={"params": [p], "param_names": [name], "positions": [entry.position]})
+        self.stepper, self.offload = Stepper(entry.number), release.optimizer._offload.part(entry)
+        self.stepper.arena = Arena(())  # huge pages of many small states would go to waste
+        if (dtype := release.optimizer._stepper.dtypes.get(id(p))) is not None:
+            self.stepper.dtypes[id(p)] = dtype
+        self.options = None
         self.refresh(owner)
-        self.summed: int = old.summed if old is not None else 0
-        self.updates: int = old.updates if old is not None else 0
-        count = release.counts.get(self.name, 0)
-        if old is not None and old.sums is not None and old.name == self.name:
-            count = old.sums.count
-        self.sums: GradientAccumulator | None = (
-            None if make is None else GradientAccumulator(make, self.p, self.name, count)
-        )
+        if release.accumulator is not None:
+            count = self.sums.count if self.sums is not None and self.sums.name == name else release.counts.get(name, 0)
+            self.sums = GradientAccumulator(release.accumulator, p, name, count)
 
     def is_at(self, owner: Owner) -> bool:
         """Return True if the parameter has its place and name still."""
-        number, place = self.entry.number, self.entry.place
+        number, place = self.entry.number, slice(self.entry.place, self.entry.place + 1)
         if number >= len(owner.groups):
             return False
-        params, names = owner.groups[number]["params"], owner.groups[number].get("param_names")
-        named = names is None or (place < len(names) and names[place] == self.name)
-        return bool(named and place < len(params) and params[place] is self.p)
+        params, names = owner.groups[number]["params"][place], owner.groups[number].get("param_names")
+        return (names is None or names[place] == [self.entry.name]) and any(p is self.p for p in params)
 
     def refresh(self, owner: Owner) -> None:
         """Take over the options as they are now.  Raises ValueError if the rule needs other parameters as well."""
-        group = self.group
+        group = self.entry.group
         entries.take_options(group, owner.groups[self.entry.number])
         own = group.get("overrides"), group.get("blocks")
-        flags = (group["plan"], *own, options.flags_of(owner.cls, group), self.p.shape)
-        if flags != self.flags:
-            steps = refuse_sums(owner.cls, group, self.p, self.name)
-            self.variant = steps[0]
+        now = (group["plan"], *own, options.flags_of(owner.cls, group), self.p.shape)
+        if now != self.options:
+            steps = refuse_sums(owner.cls, group, self.p, self.entry.name)
             self.roomy = any(temp.space == "elem" for variant in steps for temp in variant.temps)
-            self.flags = flags
+            self.options = now
 
     @_disable_dynamo
     def step(self, owner: Owner) -> None:
         """Update p from p.grad, as a parameter of `owner`."""
         self.refresh(owner)
-        self.offload.step(owner._replace(groups=[self.group]), self.stepper)
-        self.stepper.arena = None
+        self.offload.step(owner._replace(groups=[self.entry.group]), self.stepper)
         if self.roomy:
             self.stepper.forget_tables()
             self.offload.forget_tables()
@@ -111,14 +113,6 @@ class ReleasedParameter:
             self.sums.add(self.p.grad)
             self.sums.clear()
         self.summed = 0
-
-
-def _give_room(owner: Owner, released: Iterable[ReleasedParameter]) -> None:
-    """Give all on the CPU one buffer for their first states: huge pages of many small ones go to waste."""
-    lacking = [one for one in released if state.home(one.p).type == "cpu" and not owner.states.get(one.p)]
-    room = Arena([size for one in lacking if one.variant for size in state.sizes(one.variant, one.p, {})])
-    for one in lacking:
-        one.stepper.arena = room
 
 
 class Hook:
@@ -138,54 +132,80 @@ class Hook:
             release.complete(p)
 
 
+class Clipping:
+    """The clipping of gradients that come one after the other, in place and as torch.nn.utils does it.
+
+    previous  the norm of all gradients at the step before, of clip_by="previous_norm"
+    """
+
+    def __init__(self, title: str, largest: float | None, by: ClipBy) -> None:
+        if by not in get_args(ClipBy):
+            raise ValueError(
+                f"{title}: clip_by must be one of {', '.join(get_args(ClipBy))}, got {by!r}; the norm over the "
+                f"model is known only after backward, and clip_by='previous_norm' takes that of the step before"
+            )
+        number = None if largest is None or isinstance(largest, bool) else as_float(largest)
+        if largest is not None and not (number is not None and number > 0):
+            raise ValueError(f"{title}: clip must be a number > 0, or None, got {largest!r}")
+        self.largest, self.by = number, by
+        self.norms: dict[int, Tensor] = {}
+        self.previous: Tensor | None = None
+
+    def clip(self, p: Tensor) -> None:
+        """Clip the gradient of a parameter."""
+        if self.largest is None or p.grad is None:
+            return
+        if self.by == "value":
+            p.grad.clamp_(-self.largest, self.largest)
+            return
+        own = torch.linalg.vector_norm(p.grad, dtype=torch.promote_types(p.grad.dtype, torch.float32))
+        if sharding.is_sharded(own):  # norms of plain tensors and of other meshes may stand beside it
+            own = cast(Any, own).full_tensor()
+        factor = self._factor(own)
+        if self.by == "previous_norm":
+            self.norms[id(p)] = own
+            if self.previous is not None:
+                before = self.previous.to(own.device)
+                factor = torch.where(before.isfinite(), self._factor(before), factor)
+        sharding.local(p.grad).mul_(factor)
+
+    def _factor(self, norm: Tensor) -> Tensor:
+        return torch.clamp(cast(float, self.largest) / (norm + TINY), max=1.0)
+
+    def end(self, params: Iterable[Tensor]) -> None:
+        """End a step of these parameters, whose norm is used at the next one."""
+        if norms := [self.norms[id(p)] for p in params if id(p) in self.norms]:
+            self.previous = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        self.norms.clear()
+
+
 class Release:
     """The hooks of an optimizer, until `remove()`, or until the optimizer is gone.
 
     accumulate   micro-batches whose gradients are summed before an update
     accumulator  makes what keeps that sum in place of p.grad, if anything does
-    previous     the norm of all gradients at the step before, of clip_by="previous_norm"
     counts       sums that each parameter has had by a checkpoint, by name
     """
 
     def __init__(
         self,
         optimizer: Any,
-        model: nn.Module | None = None,
-        *,
-        accumulate: int = 1,
-        accumulator: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
-        clip: float | None = None,
-        clip_by: ClipBy = "norm",
+        model: nn.Module | None,
+        accumulate: int,
+        accumulator: Callable[[list[Tensor]], torch.optim.Optimizer] | None,
+        clip: float | None,
+        clip_by: ClipBy,
     ) -> None:
         self._title = title = f"{type(optimizer).__name__}.release_gradients"
         if optimizer._release is not None:
             raise RuntimeError(f"{title}: the gradients are released already; remove() the handle of that call first")
-        count = None if isinstance(accumulate, bool) else as_int(accumulate)
-        if count is None or count < 1:
-            raise ValueError(f"{title}: accumulate must be a whole number >= 1, got {accumulate!r}")
-        if accumulator is not None and (count == 1 or not callable(accumulator)):
-            raise ValueError(
-                f"{title}: accumulator must be what optgen.accumulate.accumulator('int8') makes, or a class "
-                f"like it, with accumulate >= 2; got {accumulator!r} and accumulate={count}"
-            )
-        if clip_by not in get_args(ClipBy):
-            raise ValueError(
-                f"{title}: clip_by must be one of {', '.join(get_args(ClipBy))}, got {clip_by!r}; the norm over the "
-                f"model is known only after backward, and clip_by='previous_norm' takes that of the step before"
-            )
-        number = None if clip is None or isinstance(clip, bool) else as_float(clip)
-        if clip is not None and not (number is not None and number > 0):
-            raise ValueError(f"{title}: clip must be a number > 0, or None, got {clip!r}")
+        self.accumulate, self.accumulator = _micro_batches(title, accumulate, accumulator), accumulator
+        self.clipping = Clipping(title, clip, clip_by)
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"{title}: model must be a torch.nn.Module or None, got {type(model).__name__}")
-        self._optimizer, self.accumulate = weakref.ref(optimizer), count
-        self._model, self.accumulator = model, accumulator
-        self._clip, self._clip_by = number, clip_by
+        self._optimizer, self._model = weakref.ref(optimizer), model
         self._lock = threading.RLock()  # backward runs a thread per device
         self._released: dict[int, ReleasedParameter] = {}
-        self._hooks: dict[int, Any] = {}
-        self._norms: dict[int, Tensor] = {}
-        self.previous: Tensor | None = None
         self.counts: dict[str | int, int] = {}
         self._looked = self._warned = False
         owner = optimizer._owner()
@@ -238,21 +258,22 @@ class Release:
 
     def _attach(self, owner: Owner) -> None:
         """Place hooks on parameters that came, were made trainable or replaced; those that left lose theirs."""
-        wanted = self._wanted(owner)
-        self.refuse_released(e.p for e in wanted if id(e.p) not in self._released)
-        held = {id(e.p): self._released.get(id(e.p)) for e in wanted}
-        moved = [e for e in wanted if (old := held[id(e.p)]) is None or old.entry[2:] != e[2:]]
-        made = [ReleasedParameter(self, owner, e, held[id(e.p)]) for e in moved]
-        _give_room(owner, made)
-        for one in made:
-            if (old := self._released.get(id(one.p))) is None:
-                self._hooks[id(one.p)] = cast(Any, one.p).register_post_accumulate_grad_hook(Hook(self))
-            else:
-                old.gather()
+        wanted = {id(e.p): e for e in self._wanted(owner)}
+        self.refuse_released(e.p for key, e in wanted.items() if key not in self._released)
+        new = [ReleasedParameter(self, owner, e) for key, e in wanted.items() if key not in self._released]
+        for key in self._released.keys() - wanted.keys():
+            self._detach(key)
+        for one in self._released.values():
+            if one.entry[2:] != wanted[id(one.p)][2:]:
+                one.place(self, owner, wanted[id(one.p)])
+        for one in new:
+            one.hook = cast(Any, one.p).register_post_accumulate_grad_hook(Hook(self))
             self._released[id(one.p)] = one
-        for key in self._released.keys() - held.keys():
-            self._hooks.pop(key).remove()
-            self._released.pop(key).gather()
+
+    def _detach(self, key: int) -> None:
+        one = self._released.pop(key)
+        one.hook.remove()
+        one.gather()
 
     def attached(self) -> list[ReleasedParameter]:
         """Return all parameters with a hook, after those that came and left have been seen to."""
@@ -263,10 +284,8 @@ class Release:
     def remove(self) -> None:
         """Remove all hooks, and put sums that no update has used into p.grad."""
         with self._lock, torch.no_grad():
-            for key, one in self._released.items():
-                self._hooks.pop(key).remove()
-                one.gather()
-            self._released.clear()
+            for key in list(self._released):
+                self._detach(key)
 
     # -- within backward ------------------------------------------------------------------------------
 
@@ -283,7 +302,8 @@ class Release:
                 self._looked = True
             if not one.is_at(owner):  # a checkpoint has other names, for instance
                 self._attach(owner)
-                one = self._released.get(id(p), one)
+                if id(p) not in self._released:
+                    return
             p.grad = state.materialized(p.grad)  # sums and clipping write it
             if one.summed + 1 < self.accumulate:
                 if one.sums is not None:
@@ -292,7 +312,7 @@ class Release:
                 one.summed += 1
                 return
             one.gather()
-            self._clip_one(one)
+            self.clipping.clip(p)
             watch = self.optimizer._watch
             sampled = [] if watch is None else watch.begin(owner, [one.entry])
             one.step(owner)
@@ -300,25 +320,6 @@ class Release:
                 watch.end(sampled)
             p.grad = None
             one.updates += 1
-
-    def _clip_one(self, one: ReleasedParameter) -> None:
-        """Clip the gradient in place, as torch.nn.utils does it."""
-        p, clip = one.p, self._clip
-        if clip is None or p.grad is None:
-            return
-        if self._clip_by == "value":
-            p.grad.clamp_(-clip, clip)
-            return
-        own = torch.linalg.vector_norm(p.grad, dtype=torch.promote_types(p.grad.dtype, torch.float32))
-        if sharding.is_sharded(own):  # norms of plain tensors and of other meshes may stand beside it
-            own = cast(Any, own).full_tensor()
-        factor = torch.clamp(clip / (own + TINY), max=1.0)
-        if self._clip_by == "previous_norm":
-            self._norms[id(p)] = own
-            if self.previous is not None:
-                before = self.previous.to(own.device)
-                factor = torch.where(before.isfinite(), torch.clamp(clip / (before + TINY), max=1.0), factor)
-        sharding.local(p.grad).mul_(factor)
 
     # -- between backwards ----------------------------------------------------------------------------
 
@@ -343,15 +344,12 @@ class Release:
             for one in self._released.values():
                 one.updates = 0
                 one.gather()
-                self._clip_one(one)
+                self.clipping.clip(one.p)
             if any(entry.p.grad is not None for entry in entries.of(owner.groups)):
                 self.optimizer._update()
             for one in (*before, *self._released.values()):  # those that were frozen since their gradient came as well
                 one.p.grad = None
-            kept = self._norms.keys() & self._released.keys()
-            if norms := [self._norms[id(e.p)] for e in entries.of(owner.groups) if id(e.p) in kept]:
-                self.previous = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-            self._norms.clear()
+            self.clipping.end(e.p for e in entries.of(owner.groups) if id(e.p) in self._released)
 
     def _warn_repeated(self) -> None:
         """Warn, once, where a parameter was updated several times since the last step(): in each of several backwards.
@@ -361,9 +359,9 @@ class Release:
         most = max(self._released.values(), key=lambda one: one.updates, default=None)
         if most is None or most.updates < 2 or self._warned:
             return
-        self._warned = True
+        self._warned, name = True, state.label(most.p, most.entry.name)
         warn(
-            f"{self._title}: {state.label(most.p, most.name)} was updated {most.updates} times since the last step(), "
+            f"{self._title}: {name} was updated {most.updates} times since the last step(), "
             f"once in each of several backwards.  For one update from the sum of their gradients give "
             f"accumulate={most.updates * self.accumulate}; for an update in each, call step() after each",
             type(self.optimizer),
@@ -378,7 +376,20 @@ class Release:
                     one.sums.clear()
 
 
-class Handle:
+def _micro_batches(title: str, accumulate: object, accumulator: object) -> int:
+    """Return how many are summed before an update; ValueError if they cannot be."""
+    count = None if isinstance(accumulate, bool) else as_int(accumulate)
+    if count is None or count < 1:
+        raise ValueError(f"{title}: accumulate must be a whole number >= 1, got {accumulate!r}")
+    if accumulator is not None and (count == 1 or not callable(accumulator)):
+        raise ValueError(
+            f"{title}: accumulator must be what optgen.accumulate.accumulator('int8') makes, or a class "
+            f"like it, with accumulate >= 2; got {accumulator!r} and accumulate={count}"
+        )
+    return count
+
+
+class Handle(AbstractContextManager["Handle"]):
     """The handle of released gradients, which keeps its optimizer: also a context manager, which removes the hooks at
     its end."""
 
@@ -400,8 +411,8 @@ class Handle:
         released = self._release.attached()
         if any(one.summed for one in released):
             raise RuntimeError("release_gradients: micro-batches are waiting for their update; save after step()")
-        norm = self._release.previous
-        sums = {one.name: one.sums.count for one in released if one.sums is not None}
+        norm = self._release.clipping.previous
+        sums = {one.entry.name: one.sums.count for one in released if one.sums is not None}
         return {"previous_norm": None if norm is None else norm.clone(), **({"sums": sums} if sums else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -412,14 +423,41 @@ class Handle:
                 f"release_gradients: expected what the handle's state_dict() gave, {{'previous_norm': a tensor of one "
                 f"element or None, 'sums': numbers by name}}, got {state_dict!r:.80}"
             )
-        self._release.previous = None if norm is None else norm.detach().to(torch.float32).reshape(()).clone()
+        self._release.clipping.previous = None if norm is None else norm.detach().to(torch.float32).reshape(()).clone()
         self._release.counts = dict(sums)
         for one in self._release.attached():
             if one.sums is not None:
-                one.sums.count = sums.get(one.name, one.sums.count)
-
-    def __enter__(self) -> Self:
-        return self
+                one.sums.count = sums.get(one.entry.name, one.sums.count)
 
     def __exit__(self, *error: object) -> None:
         self.remove()
+
+
+def release_gradients(
+    self: Any,
+    model: nn.Module | None = None,
+    *,
+    accumulate: int = 1,
+    accumulator: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
+    clip: float | None = None,
+    clip_by: ClipBy = "norm",
+) -> Handle:
+    """Update each parameter within backward from now on, when its gradient is complete, which is then freed.
+
+    model        only its parameters; None: all of this optimizer's
+    accumulate   micro-batches whose gradients are summed before an update
+    accumulator  keeps that sum in place of p.grad: `optgen.accumulate.accumulator(plan)`; None: p.grad, as torch sums
+    clip         largest norm or value of a parameter's gradient; None: no clipping
+    clip_by      "norm": of each parameter; "value": of each element; "previous_norm": the factor is that of the norm
+                 over all parameters at the step before (at the first step, of each parameter)
+
+    The training loop stays: `step()` then only updates what has a gradient left.  The bits are those of ordinary steps.
+    ValueError for rules that need sums over the model; NotImplementedError under DistributedDataParallel and FSDP1;
+    RuntimeError where another optimizer does it for one of the parameters.  A GradScaler is refused by the first
+    `step()` it makes.
+    Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.  An optimizer that is deleted,
+    and its handle with it, updates nothing any more.
+    """
+    self._refuse_in_evaluation("release_gradients()")
+    self._release = Release(self, model, accumulate, accumulator, clip, clip_by)
+    return Handle(self, self._release)

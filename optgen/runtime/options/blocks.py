@@ -123,9 +123,9 @@ def decided(
 
 
 def height(shape: torch.Size, count: Count, heads: bool) -> int:
-    """Rows of each of so many blocks of a parameter of that shape, of all if they are not equal; ValueError where there
-    are no such.
+    """Return the rows of each of so many blocks of a parameter of that shape, of all if they are not equal.
 
+    Raises ValueError if there are no such.
     heads  each block is a matrix, also one of some rows of each matrix of a stack
     """
     if len(shape) < 2:
@@ -146,14 +146,13 @@ def height(shape: torch.Size, count: Count, heads: bool) -> int:
 
 
 def of(cls: Any, group: Mapping[str, Any]) -> Mapping[plans.Label, Count]:
-    """Into how many blocks single parameters of a group fall; empty where none is said to.  TypeError for what is no
-    record."""
+    """Return the numbers of blocks of single parameters of a group.  TypeError for what is no record."""
     return keys.table(group.get("blocks") if cls.BLOCKS else None, functools.partial(Rules.recorded, cls))
 
 
 def shape(cls: Any, p: Tensor, count: Count | None) -> tuple[int, ...]:
-    """The shape that flags see of a parameter in so many blocks: (..., rows, columns) of its matrices under a rule of
-    matrix="heads", else its own.  ValueError as of `height`."""
+    """Return the shape that flags see of a parameter in so many blocks: (..., rows, columns) of its matrices under a
+    rule of matrix="heads", else its own.  ValueError as of `height`."""
     heads = cls.BLOCKS == "heads"
     matrix = _matrix("heads" if heads else "first", p, count if p.ndim > 1 else None)
     return tuple(matrix_shape(matrix, p.shape) if heads else p.shape)
@@ -162,7 +161,7 @@ def shape(cls: Any, p: Tensor, count: Count | None) -> tuple[int, ...]:
 def seen(
     cls: Any, variant: Variant, p: Tensor, count: Count | None, group: Mapping[str, Any], name: plans.Label | None
 ) -> Variant:
-    """The variant for a parameter of a group in so many blocks; None: in those that its rule says.  ValueError as of
+    """Return the variant for a parameter in so many blocks; None: in those that its rule has.  ValueError as of
     `height`, and for unequal blocks that cannot be parameters of their own in a step."""
     if isinstance(count, tuple) and (why := _inseparable(cls, variant, p, count, group)):
         raise ValueError(
@@ -174,9 +173,7 @@ def seen(
     return variant if matrix == variant.matrix and not rank else in_blocks(variant, matrix, rank)
 
 
-def _inseparable(
-    cls: Any, variant: Variant, p: Tensor, rows: tuple[int, ...], group: Mapping[str, Any]
-) -> str:
+def _inseparable(cls: Any, variant: Variant, p: Tensor, rows: tuple[int, ...], group: Mapping[str, Any]) -> str:
     """Return why a step cannot take views of so many rows of a parameter for parameters; "" if it can."""
     shapes = [(n, math.prod(p.shape[1:])) for n in (p.shape[0], *rows)]
     for flag in cls.FLAGS:

@@ -90,6 +90,5 @@ def take_options(group: dict[str, Any], source: Mapping[str, Any]) -> None:
     for key, value in source.items():
         if key not in OWN:
             group[key] = value
-    if len(group) != len(source) + 1 + ("param_names" not in source):
-        for key in group.keys() - source.keys() - set(OWN):
-            del group[key]
+    for key in group.keys() - source.keys() - set(OWN):
+        del group[key]

@@ -6,7 +6,7 @@ import difflib
 import math
 import numbers
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,15 +14,10 @@ from torch import Tensor
 
 from optgen.runtime.layout import plans
 from optgen.runtime.options import blocks, overrides
-from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name, keys, series, switch
+from optgen.runtime.records import Hyper, as_float, as_int, dtype_name, keys, series, switch
 from optgen.runtime.records.warn import warn
 
 BACKENDS = ("auto", "reference", "triton", "cpp")
-
-IGNORED = frozenset({"foreach"})
-"""torch's choice among its own implementations: accepted in a group, without effect."""
-
-REFUSED = {"differentiable": "the step is one fused kernel that autograd does not see"}
 
 OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "streams", "stagger", "workspace", "format"})
 """Keys of a group that no other package has; format: the version of the checkpoint format (checkpoint.py)."""
@@ -44,9 +39,10 @@ UNNAMED = "unnamed"
 """Key of a state dict, beside its groups, of an optimizer without names: other packages drop `param_names` from groups
 that have them."""
 
-FOREIGN = frozenset({"params", "backend", "workspace", "format", ENTRIES, BESIDE, *IGNORED, *REFUSED, *RUNNING})
+FOREIGN = frozenset({
+    "params", "backend", "workspace", "format", "foreach", "differentiable", ENTRIES, BESIDE, *RUNNING,
+})  # fmt: skip
 """Keys of a saved group that say how its optimizer ran or was saved, not what it had learned: not taken over."""
-
 
 Setting = tuple[tuple[str, bool], ...]
 """Flags, each on or off."""
@@ -60,81 +56,93 @@ average 1.14 times; of the golden ratio 4 and 1.34 times, at random 5 and 1.9.""
 def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """The coerced options among a group's keys; TypeError or ValueError where one is out of its range."""
     owner = cls.__name__
-    found: dict[str, Any] = {}
-    hypers: Sequence[Hyper] = cls.HYPERS
-    flags: Sequence[Flag] = cls.FLAGS
-    for name in RUNNING:
-        if group.get(name) is not None:
-            found[name] = switch(group[name], name, owner)
-    if found.get("capturable") and (changing := [flag for flag in flags if flag.clock is not None]):
+    running = {name: switch(group[name], name, owner) for name in RUNNING if group.get(name) is not None}
+    _check_running(cls, group, running)
+    on_device = running.get("capturable", False)
+    found: dict[str, Any] = {h.name: h.check(group[h.name], owner, on_device) for h in cls.HYPERS if h.name in group}
+    found |= running
+    if BASE in group and any(hyper.scheduled for hyper in cls.HYPERS):
+        found[BASE] = Hyper(BASE, 0.0, ge=0).check(group[BASE], owner)
+    found |= {name: switch(group[name], name, owner) for name in _switches(cls) if name in group}
+    _check_flags(cls, {**group, **found})
+    for name, read in _READERS.items():
+        if name in group and ((value := read(cls, group[name])) is not None or name == "plan"):
+            found[name] = value
+    return found
+
+
+def _check_flags(cls: Any, group: Mapping[str, Any]) -> None:
+    """Raise ValueError if flags exclude one another, or an interval is none."""
+    for flag in cls.FLAGS:
+        flag.check(group, cls.__name__)
+    if all(flag.every in group for flag in cls.FLAGS if flag.every):
+        at_step(cls, group, 1, 0)
+
+
+def _switches(cls: Any) -> tuple[str, ...]:
+    """Return the names of options that are True or False."""
+    return ("maximize", *[flag.name for flag in cls.FLAGS if not flag.derived])
+
+
+def _check_running(cls: Any, group: Mapping[str, Any], found: Mapping[str, bool]) -> None:
+    """Raise ValueError if a step cannot be made in the ways that are asked for; `foreach` alone has no effect."""
+    if _is_given(differentiable := group.get("differentiable")):
         raise ValueError(
-            f"{owner} does not support capturable=True: {changing[0].name} makes some of its steps different ones, "
+            f"{cls.__name__} does not support differentiable={differentiable!r:.80}: the step is one fused kernel that "
+            f"autograd does not see"
+        )
+    changing = [flag.name for flag in cls.FLAGS if flag.clock is not None]
+    if found.get("capturable") and changing:
+        raise ValueError(
+            f"{cls.__name__} does not support capturable=True: {changing[0]} makes some of its steps different ones, "
             f"and a CUDA graph repeats one step"
         )
     if found.get("fused") and group.get("foreach"):
-        raise ValueError(f"{owner}: fused and foreach cannot both be True, as in torch")
-    for hyper in hypers:
-        if hyper.name in group:
-            found[hyper.name] = hyper.check(group[hyper.name], owner, bool(found.get("capturable")))
-    if BASE in group and any(hyper.scheduled for hyper in hypers):
-        found[BASE] = Hyper(BASE, 0.0, ge=0).check(group[BASE], owner)
-    for name in ("maximize", *(flag.name for flag in flags if not flag.derived)):
-        if name in group:
-            found[name] = switch(group[name], name, owner)
-    for flag in flags:
-        flag.check({**group, **found}, owner)
-    if all(flag.every in {**group, **found} for flag in flags if flag.every):
-        at_step(cls, {**group, **found}, 1, 0)
-    if "seed" in group:
-        seed = as_int(group["seed"])
-        if seed is None:
-            raise TypeError(f"{owner}: seed must be an int, got {group['seed']!r}")
-        found["seed"] = seed
-    if _said(group, "stagger"):
-        found["stagger"] = switch(group["stagger"], "stagger", owner)
-        if not any(flag.every for flag in flags):
-            raise ValueError(f"{owner}: stagger=True spreads what is done every k steps, and this rule does nothing so")
-    if group.get("workspace") is not None:
-        found["workspace"] = _bytes(group["workspace"], owner)
-    if "backend" in group:
-        if group["backend"] not in BACKENDS:
-            raise ValueError(f"{owner}: backend must be one of {', '.join(BACKENDS)}, got {group['backend']!r}")
-        found["backend"] = group["backend"]
-    if "plan" in group:
-        found["plan"] = _plan(cls, group["plan"])
-    if _said(group, "overrides"):
-        found["overrides"] = overrides.Rules.recorded(cls, group["overrides"])
-    if cls.BLOCKS and _said(group, "blocks"):
-        found["blocks"] = blocks.Rules.recorded(cls, group["blocks"])
-    if _said(group, "streams"):
-        found["streams"] = keys.recorded(group["streams"], owner)
-    for name, reason in REFUSED.items():
-        if _said(group, name):
-            raise ValueError(f"{owner} does not support {name}={group[name]!r:.80}: {reason}")
-    return found
+        raise ValueError(f"{cls.__name__}: fused and foreach cannot both be True, as in torch")
 
 
 def check_again(cls: Any, group: Mapping[str, Any]) -> None:
     """Errors of `check` for what a user put into a group since, of the options that no step reads through a check of
     its own; a step that is not like the one before asks, for each group."""
-    switches = ("maximize", *[flag.name for flag in cls.FLAGS if not flag.derived])
-    if type(group["seed"]) is not int or not all(type(group[name]) is bool for name in switches):
+    if type(group["seed"]) is not int or not all(type(group[name]) is bool for name in _switches(cls)):
         check(cls, group)
 
 
-def _said(group: Mapping[str, Any], name: str) -> bool:
-    """Return True if an option is there and not empty or off; a tensor, which may have no truth, counts as there."""
-    value = group.get(name)
+def _is_given(value: object) -> bool:
+    """Return True for an option that is not empty or off; a tensor, which may have no truth, counts as given."""
     return isinstance(value, torch.Tensor) or bool(value)
 
 
-def _bytes(value: object, owner: str) -> int:
+def _seed(cls: Any, value: object) -> int:
+    seed = as_int(value)
+    if seed is None:
+        raise TypeError(f"{cls.__name__}: seed must be an int, got {value!r}")
+    return seed
+
+
+def _stagger(cls: Any, value: object) -> bool | None:
+    if not _is_given(value):
+        return None
+    if switch(value, "stagger", cls.__name__) and any(flag.every for flag in cls.FLAGS):
+        return True
+    raise ValueError(f"{cls.__name__}: stagger=True spreads what is done every k steps, and this rule does nothing so")
+
+
+def _backend(cls: Any, value: object) -> object:
+    if value not in BACKENDS:
+        raise ValueError(f"{cls.__name__}: backend must be one of {', '.join(BACKENDS)}, got {value!r}")
+    return value
+
+
+def _workspace(cls: Any, value: object) -> int | None:
     """Return a number of bytes, given as one or as in "512MiB"."""
+    if value is None:
+        return None
     size = as_int(value)
     if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG])iB\s*", value)):
         size = int(float(found[1]) * 1024 ** ("KMG".index(found[2]) + 1))
     if size is None or isinstance(value, bool) or size < 1:
-        raise ValueError(f"{owner}: workspace must be a number of bytes >= 1, or as in '512MiB', got {value!r}")
+        raise ValueError(f"{cls.__name__}: workspace must be a number of bytes >= 1, or as in '512MiB', got {value!r}")
     return size
 
 
@@ -156,6 +164,15 @@ def _plan(cls: Any, option: object) -> plans.PlanOption:
         f"{cls.__name__}: plan must be a plan's name, names by parameter dtype ({{'bfloat16': ...}}), or None, "
         f"got {option!r}"
     )
+
+
+_READERS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "seed": _seed, "workspace": _workspace, "stagger": _stagger, "backend": _backend, "plan": _plan,
+    "overrides": lambda cls, value: overrides.Rules.recorded(cls, value) if _is_given(value) else None,
+    "blocks": lambda cls, value: blocks.Rules.recorded(cls, value) if cls.BLOCKS and _is_given(value) else None,
+    "streams": lambda cls, value: keys.recorded(value, cls.__name__) if _is_given(value) else None,
+}  # fmt: skip
+"""The checks of options that are neither numbers nor switches; None leaves an option out, but for `plan`."""
 
 
 def record_plan(cls: type, option: plans.PlanOption, params: Iterable[Tensor]) -> plans.PlanOption:
@@ -221,21 +238,17 @@ def flags_of(
     by `blocks.shape`.  Raises ValueError with the parameter's name where a function of shapes fails."""
     setting = []
     for flag in cls.FLAGS:
-        if flag.clock is not None:
-            setting.append((flag.name, False))
-            continue
-        if flag.shape is not None:
-            if shape is not None:
-                try:
-                    setting.append((flag.name, flag.holds(shape, group)))
-                except Exception as error:
-                    where = f"the shape {shape}" + (f" of parameter {name!r}" if name is not None else "")
-                    what = f"the function of its shape_flag {flag.name!r} fails on {where}: {error}"
-                    raise ValueError(f"{cls.__name__}: {what}") from error
-            continue
-        value = group[flag.nonzero or flag.name]
-        several = flag.nonzero is not None and isinstance(value, (tuple, list))
-        setting.append((flag.name, any(part != 0 for part in value) if several else bool(value != 0)))
+        if flag.shape is None:
+            value: Any = False if flag.clock is not None else group[flag.nonzero or flag.name]
+            several = flag.nonzero is not None and isinstance(value, (tuple, list))
+            setting.append((flag.name, any(part != 0 for part in value) if several else bool(value != 0)))
+        elif shape is not None:
+            try:
+                setting.append((flag.name, flag.holds(shape, group)))
+            except Exception as error:
+                where = f"the shape {shape}" + (f" of parameter {name!r}" if name is not None else "")
+                what = f"the function of its shape_flag {flag.name!r} fails on {where}: {error}"
+                raise ValueError(f"{cls.__name__}: {what}") from error
     return tuple(setting)
 
 

@@ -158,14 +158,12 @@ class Rules:
 
     def members(self, tensors: Sequence[Tensor], labels: Sequence[plans.Label]) -> list[Member]:
         """Return members; `labels`: what the optimizer calls them, positions are no names."""
-        made = []
+        made, tables = [], self.tables
         for p, label in zip(tensors, labels, strict=True):
-            called, classes = [label] if isinstance(label, str) else [], frozenset[type]()
-            if self.tables is not None:
-                called += self.tables.names.get(id(p), ())
-                classes = frozenset(self.tables.classes.get(id(p), ()))
-            names = dict.fromkeys(known for name in called for known in _called(name))
-            made.append(Member(p, tuple(names), classes))
+            called = [label] if isinstance(label, str) else []
+            called += tables.names.get(id(p), ()) if tables is not None else ()
+            classes = frozenset(tables.classes.get(id(p), ()) if tables is not None else ())
+            made.append(Member(p, tuple(dict.fromkeys(x for name in called for x in _called(name))), classes))
         return made
 
     def apply(self, members: Iterable[Member]) -> list[Any]:
@@ -185,8 +183,7 @@ class Rules:
         """
         is_record = given is not None and not isinstance(given, Mapping)
         recorded = dict(self.recorded(cls, given)) if is_record else {}
-        extra = [label for label in recorded if label not in labels]
-        if extra:
+        if extra := [label for label in recorded if label not in labels]:
             raise ValueError(
                 f"{self.where} of a group: it has no parameter {extra[0]!r} (positions are counted over all groups)"
             )
@@ -212,23 +209,24 @@ class Rules:
         if unused and self.tables is not None:
             self.apply(self.members(self.tables.params, range(len(self.tables.params))))
             unused = [rule for rule in unused if not rule.used]
-        if not unused:
-            return
-        rule, members = unused[0], self.members(tensors, labels)
-        if rule.pattern is not None and not any(m.names for m in members):
-            raise ValueError(
-                f"{self.where}: {rule.shown} is a pattern of names, and the parameters have none: give "
-                f"model.named_parameters(), or the model as well, {self.where.partition(':')[0]}(..., module=model)"
+        if unused:
+            names = [name for member in self.members(tensors, labels) for name in member.names]
+            raise ValueError(f"{self.where}: {unused[0].shown} {self._why(unused[0], names)}")
+
+    def _why(self, rule: Rule, names: Sequence[str]) -> str:
+        """Return what an error says of a rule that holds for none of the parameters of these names."""
+        if rule.pattern is not None and not names:
+            return (
+                f"is a pattern of names, and the parameters have none: give model.named_parameters(), or the model as "
+                f"well, {self.where.partition(':')[0]}(..., module=model)"
             )
-        names = [name for m in members for name in m.names] if rule.pattern is not None else []
-        close = difflib.get_close_matches(rule.pattern or "", names, n=1)
-        guess = f"; did you mean {close[0]!r}?" if close else ""
         if rule.pattern is None and rule.kind is None:
-            guess = (
-                ": it has been replaced, copied or sharded since, or its parameters were not given; make the optimizer "
-                "from the model as it is now"
+            return (
+                "matches no parameter: it has been replaced, copied or sharded since, or its parameters were not "
+                "given; make the optimizer from the model as it is now"
             )
-        raise ValueError(f"{self.where}: {rule.shown} matches no parameter{guess}")
+        close = difflib.get_close_matches(rule.pattern or "", names, n=1)
+        return "matches no parameter" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
 def bare(name: str) -> str:
@@ -274,9 +272,8 @@ def _keeps_fp32(pair: Pair, dtype: torch.dtype) -> bool:
     fitting = [v for v in pair.variants if v.param == dtype_name(dtype)]
     small = [v for v in fitting if v.small] or fitting
     plain = all(v.is_plain(name) for v in small for name in v.states)
-    return (
-        bool(small) and plain and all(f.torch_dtype == torch.float32 for v in small for f in v.fields if f.owner != "p")
-    )
+    fp32 = all(f.torch_dtype == torch.float32 for v in small for f in v.fields if f.owner != "p")
+    return bool(small) and plain and fp32
 
 
 def decided(
