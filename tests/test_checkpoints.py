@@ -322,7 +322,7 @@ def test_parameters_without_a_state_in_the_checkpoint_are_named() -> None:
     saved = copy.deepcopy(opt.state_dict())
     del saved["state"][1]
     for other in (opt, fresh):
-        with pytest.warns(UserWarning, match=r"no state for 1 parameters \(b\): they start anew"):
+        with pytest.warns(UserWarning, match=r"no state for 1 parameters \['b'\]: they start anew"):
             other.load_state_dict(saved)
 
 

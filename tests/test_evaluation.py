@@ -3,7 +3,6 @@
 import copy
 import io
 import os
-import pickle
 import random
 import warnings
 from collections.abc import Iterator
@@ -14,11 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import optgen
 from optgen.convert.files import convert
@@ -59,8 +54,11 @@ def dumped(value: Any) -> Any:
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
-def ways(run: Run, again: Any, tmp_path: Path) -> Iterator[tuple[str, Run]]:
-    """Take a checkpoint of a run in evaluation by each way; yield its name and the run that goes on from it."""
+def ways(run: Run, again: Any) -> Iterator[tuple[str, Run]]:
+    """Load the state dict of a run in evaluation before or after the model's, or alone; yield what goes on from it.
+
+    Files, copies, pickles and distributed checkpoints are those of tests/machine.py.
+    """
     model, opt = run
     several = hasattr(opt, "parts")  # of which one has the same weights for evaluation
     for name in ("model first", "optimizer first", *(["other weights"] if not several else [])):
@@ -71,26 +69,6 @@ def ways(run: Run, again: Any, tmp_path: Path) -> Iterator[tuple[str, Run]]:
         if name == "optimizer first":
             other.load_state_dict(model.state_dict())
         yield name, (other, loaded)
-    optgen.save_checkpoint(tmp_path / "run.pt", opt, model)
-    other, loaded = again()
-    optgen.load_checkpoint(tmp_path / "run.pt", loaded, other)
-    assert bits(list(other.state_dict().values())) == bits(list(model.state_dict().values()))
-    yield "file", (other, loaded)
-    yield "copy", copy.deepcopy(run)
-    yield "pickle", pickle.loads(pickle.dumps(run))
-    for flat in [False] if several else [False, True]:
-        options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        folder = tmp_path / f"flat{flat}"
-        model.zero_grad()
-        other, loaded = again()
-        other.load_state_dict(model.state_dict())
-        get_optimizer_state_dict(other, loaded)  # makes the states
-        loaded.eval()
-        asked = get_optimizer_state_dict(other, loaded, options=options)
-        dcp.save(get_optimizer_state_dict(model, opt, options=options), checkpoint_id=folder, no_dist=True)
-        dcp.load(asked, checkpoint_id=folder, no_dist=True)
-        set_optimizer_state_dict(other, loaded, asked, options=options)
-        yield "distributed checkpoint", (other, loaded)
     before = opt.state_dict()
     opt.train()
     opt.load_state_dict(before)  # which train() has left as it was
@@ -98,7 +76,7 @@ def ways(run: Run, again: Any, tmp_path: Path) -> Iterator[tuple[str, Run]]:
 
 
 @pytest.mark.parametrize("number", [*range(4), *(pytest.param(i, marks=pytest.mark.full) for i in range(4, 60))])
-def test_a_run_goes_on_from_a_checkpoint_taken_in_evaluation(number: int, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_checkpoint_taken_in_evaluation(number: int) -> None:
     """Bit for bit that of a run without a checkpoint, whatever the model holds when it is loaded."""
     draw = random.Random(int(os.environ["OPTGEN_SAMPLE_SEED"]) * 1000 + number)
     rule, plan, backend = draw.choice(RULES), draw.choice(PLANS), draw.choice(["reference", "cpp"])
@@ -109,7 +87,7 @@ def test_a_run_goes_on_from_a_checkpoint_taken_in_evaluation(number: int, tmp_pa
     trained = bits(list(part[0].parameters()))
     part[1].eval()
     resumed = []
-    for name, run in ways(part, lambda: fresh(rule, plan, backend), tmp_path):
+    for name, run in ways(part, lambda: fresh(rule, plan, backend)):
         with pytest.raises(RuntimeError, match=r"step\(\) in evaluation: call train\(\) first"):
             run[1].step()
         run[1].train()

@@ -86,6 +86,7 @@ def test_for_as_many_minutes_as_asked() -> None:
 
 
 EDIT = ("edit", {"kind": "zeros", "way": "copy_", "which": 0, "seed": 1})
+STEP = ("backward", {"seed": 1})
 FAR = ("resume", {"seed": 1, "way": "distributed"})
 REPLAYS: list[tuple[Cell, int, list[tuple[str, Any]]]] = [
     (  # in one group steps counted on the device, and steps counted on the host
@@ -108,8 +109,10 @@ REPLAYS: list[tuple[Cell, int, list[tuple[str, Any]]]] = [
     ),
     # weights of training, in a checkpoint that is taken in evaluation
     *(
-        (Cell("ema(adamw)"), 1, [("train", {"seed": 1}), ("evaluation", {}), ("resume", {"seed": 1, "way": way})])
-        for way in LOADS
+        (cell, 1, [("train", {"seed": 1}), ("evaluation", {}), (kind, {"seed": 1, "way": way})])
+        for cell in (Cell("ema(adamw)"), Cell("schedule_free_adamw", "int8_split24", "bfloat16"))
+        for kind, way in [*(("resume", way) for way in LOADS), *(("copied", way) for way in ("deepcopy", "pickle"))]
+        if (kind, "(" in cell.rule) != ("copied", True)
     ),
     # a step that is made once more, where gradients are of another dtype, or come later
     *(
@@ -118,6 +121,23 @@ REPLAYS: list[tuple[Cell, int, list[tuple[str, Any]]]] = [
     ),
     # entries of the user, before there are states
     (Cell("sam(adamw)"), 1, [("own_entries", {"which": 0, "seed": 1}), ("train", {"seed": 1}), FAR]),
+    # parameters that are added, frozen and thawed while gradients are released
+    (
+        Cell("adamw", "int8_split24", "bfloat16"),
+        1,
+        [
+            ("freeze", {"lacking": 1}),
+            ("release", {}),
+            STEP,
+            ("add_group", {"seed": 2, "count": 1}),
+            STEP,
+            ("freeze", {"lacking": 0}),
+            STEP,
+            ("freeze", {"lacking": 4}),
+            STEP,
+            ("backward", {"seed": 3, "parts": 3}),
+        ],
+    ),
     # inputs of parameters without a gradient
     (Cell("adahessian"), 1, [("step", {"seed": 1, "lacking": 2}), ("copied", {"seed": 1, "way": "itself"})]),
     (Cell("gsam(adamw)"), 1, [("step", {"seed": 1, "lacking": 2}), ("copied", {"seed": 1, "way": "itself"})]),

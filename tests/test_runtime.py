@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor, nn
 
 from optgen.optim import SGD, SGDW, SOAP, AdamW, Muon, NAdam
@@ -562,81 +561,6 @@ def test_add_param_group_is_all_or_nothing() -> None:
         assert everything(opt) == before
     with pytest.raises(TypeError, match="must be a dict"):
         opt.add_param_group(params[2:])  # type: ignore[arg-type]
-
-
-class Interrupted(RuleBasedStateMachine):
-    """Two optimizers see the same gradients; one is saved, loaded, copied and pickled in between: same bits."""
-
-    @initialize(dtype=st.sampled_from(DTYPES), plan=st.sampled_from([None, "fp32", "int8"]), names=st.booleans())
-    def create(self, dtype: torch.dtype, plan: str | None, names: bool) -> None:
-        self.dtype, self.plan, self.names, self.count = dtype, plan, names, 0
-        self.straight, self.crooked = self.make(), self.make()
-
-    def group(self, seed: int) -> dict[str, Any]:
-        shapes = [(65, 64), (5,), (2, 2, 5), ()][: 1 + seed % 4]
-        params: Any = parameters(self.dtype, shapes, seed)
-        if self.names:
-            params = [(f"g{seed}.{i}", p) for i, p in enumerate(params)]
-        return {"params": params, "lr": 0.1 / (1 + seed)}
-
-    def make(self) -> AdamW:
-        return AdamW([self.group(0)], plan=self.plan, seed=11)
-
-    def both(self) -> Iterator[AdamW]:
-        yield from (self.straight, self.crooked)
-
-    @rule(every=st.integers(1, 3))
-    def step(self, every: int) -> None:
-        self.count += 1
-        for opt in self.both():
-            params = training.params_of(opt)
-            give(params, self.count)
-            for p in params[1::every] if every > 1 else []:
-                p.grad = None
-            opt.step()
-
-    @rule()
-    def add_group(self) -> None:
-        if len(self.straight.param_groups) < 4:
-            for opt in self.both():
-                opt.add_param_group(self.group(len(opt.param_groups)))
-
-    @rule(lr=st.floats(0, 1), beta=st.floats(0, 0.99))
-    def schedule(self, lr: float, beta: float) -> None:
-        for opt in self.both():
-            opt.param_groups[-1]["lr"] = lr
-            opt.param_groups[0]["betas"] = (beta, 0.99)
-
-    @rule()
-    def deepcopy(self) -> None:
-        self.crooked = copy.deepcopy(self.crooked)
-
-    @rule()
-    def pickle(self) -> None:
-        self.crooked = pickle.loads(pickle.dumps(self.crooked))
-
-    @rule()
-    def save_and_load(self) -> None:
-        saved = through_file(self.crooked.state_dict())
-        groups = []
-        for old in self.crooked.param_groups:
-            params = [nn.Parameter(p.detach().clone()) for p in old["params"]]
-            groups.append({"params": list(zip(old["param_names"], params, strict=True)) if self.names else params})
-        self.crooked = AdamW(groups, plan=self.plan, seed=11)
-        self.crooked.load_state_dict(saved)
-
-    @rule()
-    def load_into_itself(self) -> None:
-        self.crooked.load_state_dict(self.crooked.state_dict())
-
-    @invariant()
-    def same_bits(self) -> None:
-        if hasattr(self, "straight"):
-            assert everything(self.straight) == everything(self.crooked)
-
-
-TestInterrupted = Interrupted.TestCase
-TestInterrupted.settings = settings(max_examples=25, stateful_step_count=12, deadline=None)
 
 
 # -- memory, import ---------------------------------------------------------------------------------------------
