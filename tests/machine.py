@@ -266,7 +266,6 @@ class Machine(RuleBasedStateMachine):
     """One example: `subject` does what is drawn, `twin` makes steps."""
 
     cells: st.SearchStrategy[Cell]
-    examples = steps = 0  # over all examples
 
     @initialize(data=st.data(), seed=seeds)
     def begin(self, data: Any, seed: int) -> None:
@@ -274,7 +273,6 @@ class Machine(RuleBasedStateMachine):
 
     def start(self, cell: Cell, seed: int) -> None:
         """Make both of a cell; a replay begins with it."""
-        Machine.examples += 1
         self.cell, self.seed = cell, seed
         self.cls = None if cell.rule == "several" else rule_class(cell.rule)
         self.two, self.inputs = hasattr(self.cls, "first_step"), getattr(self.cls, "INPUTS", ())
@@ -367,7 +365,6 @@ class Machine(RuleBasedStateMachine):
     def finish(self, *found: Mapping[str, Tensor]) -> None:
         """Make the twin's step of plain gradients, if there are any, let the scheduler follow, and compare."""
         if found:
-            Machine.steps += 1
             self.give(self.twin, found[0])
             if self.two:
                 self.twin.opt.first_step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -326,6 +327,18 @@ def test_factors_that_do_not_fit_are_refused_by_name(key: str, wrong: Any, backe
     assert everything(opt) == before
 
 
+def fail(patch: pytest.MonkeyPatch, names: Sequence[str], when: Callable[[Tensor], Any], message: str) -> None:
+    """Let these functions of torch.linalg raise for an operand of which that holds."""
+
+    def failing(usual: Any, x: Tensor, *rest: Any, **options: Any) -> Any:
+        if when(x):
+            raise torch.linalg.LinAlgError(message)
+        return usual(x, *rest, **options)
+
+    for name in names:
+        patch.setattr(torch.linalg, name, partial(failing, getattr(torch.linalg, name)))
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
 @pytest.mark.parametrize("odd", ["singular", "nan", "raises"])
 def test_a_factor_that_there_is_not(odd: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,14 +349,7 @@ def test_a_factor_that_there_is_not(odd: str, backend: str, monkeypatch: pytest.
     give(params, 1)
     params[1].grad.fill_(0.0 if odd == "singular" else torch.nan)
     if odd == "raises":
-        own = torch.linalg.solve_triangular
-
-        def refuses(a: Tensor, b: Tensor, **options: Any) -> Tensor:
-            if not a.isfinite().all():
-                raise torch.linalg.LinAlgError("no factor")
-            return own(a, b, **options)
-
-        monkeypatch.setattr(torch.linalg, "solve_triangular", refuses)
+        fail(monkeypatch, ["solve_triangular"], lambda x: not x.isfinite().all(), "no factor")
         with pytest.raises(RuntimeError, match=r"^parameter 'w1' \(float32 \[6, 9\]\): no factor"):
             opt.step()
     else:
@@ -459,15 +465,7 @@ def test_the_last_basis_stays_where_a_decomposition_does_not_converge(
 ) -> None:
     """For one parameter, whose matrices are the larger ones, and which goes on: its weight and states are finite."""
     (plain, *_) = stepped(name, backend, (1, 1000))
-    for each in ("eigh", "svd"):
-        usual = getattr(torch.linalg, each)
-
-        def refuses(x: Tensor, usual: Any = usual, **options: Any) -> Any:
-            if x.abs().max() > 100:
-                raise torch.linalg.LinAlgError("failed to converge")
-            return usual(x, **options)
-
-        monkeypatch.setattr(torch.linalg, each, refuses)
+    fail(monkeypatch, ["eigh", "svd"], lambda x: x.abs().max() > 100, "failed to converge")
     params, said, states = stepped(name, backend, (1, 1000))
     assert torch.equal(plain[0], params[0]) and not torch.equal(plain[1], params[1])
     assert len(said) == 1 and "'w1'" in said[0]
@@ -484,15 +482,7 @@ def test_no_matrix_spoils_others_of_its_batch(function: Any, odd: float, monkeyp
     x = torch.stack([gram(drawn(4, 6, seed=k)) for k in range(3)])
     wanted = function(x)  # torch rounds products of a batch otherwise than those of one matrix
     x[1, 0, 0] = odd
-    for name in ("eigh", "svd"):
-        usual = getattr(torch.linalg, name)
-
-        def refuses(x: Tensor, usual: Any = usual, **options: Any) -> Any:
-            if (x[..., 0, 0] == 7).any():
-                raise torch.linalg.LinAlgError("failed to converge")
-            return usual(x, **options)
-
-        monkeypatch.setattr(torch.linalg, name, refuses)
+    fail(monkeypatch, ["eigh", "svd"], lambda x: (x[..., 0, 0] == 7).any(), "failed to converge")
     found = function(x)
     assert torch.equal(found[::2], wanted[::2]) and found[1].isnan().all() and found.dtype == x.dtype
     assert torch.equal(finite(found, x)[1], x[1]) or odd != 7
