@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,6 @@ class Here:
     device: str
     backend: str
     folder: Path
-    saved_by: list[int] = field(default_factory=list)
 
     def mesh(self, *shape: int) -> DeviceMesh:
         names = ("outer", "inner")[-len(shape) :]
