@@ -105,9 +105,6 @@ class LogMax(PseudoLog):
         last = -((self.lowest - self.infinite) // self.step)
         return narrow.fields(self.bits) | {"peak": Field(i16, self.block, least=self.codes, most=last)}
 
-    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        return self._encode(x, noise)[0]
-
     def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
         parts, start, code = self._encode(x, noise)
         return parts, from_bits(start + (code & self.codes) * self.step)
@@ -143,11 +140,7 @@ class LogMax(PseudoLog):
             code = (bits(exact + 1.5 * 2.0 ** (23 - noise.bits)) + noise.integer()) >> noise.bits
         return narrow.cut(code, self.bits) | {"peak": cast(top, i16)}, start, code
 
-    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
-        value = self.decode_root(parts)
-        return value * value
-
-    def decode_root(self, parts: Mapping[str, Num]) -> Num:
+    def _value(self, parts: Mapping[str, Num]) -> Num:
         top = cast(parts["peak"], i32)
         start = where(equal(top, 0), 0, (top - self.codes) * self.step + self.lowest)
         return from_bits(start + narrow.joined(parts, self.bits) * self.step)

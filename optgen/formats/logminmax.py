@@ -103,9 +103,6 @@ class LogMinMax(PseudoLog):
         header = Field(i16, self.block, least=min(cells), most=last << 8 | 255, low=sum(1 << count for count in cells))
         return narrow.fields(self.bits) | {"range": header}
 
-    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        return self._encode(x, noise)[0]
-
     def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
         parts, cells, start, code = self._encode(x, noise)
         step = self.step(cells)
@@ -159,15 +156,7 @@ class LogMinMax(PseudoLog):
         units = maximum((top >> unit) - maximum(bottom >> unit, self.lowest >> unit), 0) + 3
         return (self.step(self.cells(minimum(units, self.most))) >> 1) + 1
 
-    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
-        value = self._value(parts)
-        return value * value if self.of == "sqrt" else value
-
-    def decode_root(self, parts: Mapping[str, Num]) -> Num:
-        return self._value(parts) if self.of == "sqrt" else sqrt(self._value(parts))
-
     def _value(self, parts: Mapping[str, Num]) -> Num:
-        """The kept number: a root or a value."""
         header = cast(parts["range"], i32)
         cells = maximum(header & 0xFF, (1 << self.bits) // self.most)
         step = self.step(cells)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from optgen.formats.coded import Packed
-from optgen.formats.format import View
-from optgen.lang.values import maximum, minimum, where
+from optgen.formats.format import Noise, View
+from optgen.lang.values import Num, maximum, minimum, sqrt, where
 from optgen.ops.dtypes import of_pattern
 
 INFINITE = "; all of a block with an Inf reads as Inf, so that all of its steps become 0, in fp32 those of one element"
@@ -25,6 +26,24 @@ class PseudoLog(Packed):
     plus_zero = True
     positive = True
     still = True  # cells move only where a block comes to span another number of units, a few times in a run at most
+
+    @abstractmethod
+    def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], *tuple[Num, ...]]:
+        """Return the fields' contents, and what else `encode_root` needs."""
+
+    @abstractmethod
+    def _value(self, parts: Mapping[str, Num]) -> Num:
+        """Return the kept number: a root or a value."""
+
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        return self._encode(x, noise)[0]
+
+    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
+        value = self._value(parts)
+        return value * value if self.of == "sqrt" else value
+
+    def decode_root(self, parts: Mapping[str, Num]) -> Num:
+        return self._value(parts) if self.of == "sqrt" else sqrt(self._value(parts))
 
     # -- what is known of the error
 
