@@ -143,15 +143,17 @@ def amplified(spec: Spec, storage: Storage, flags: Mapping[str, bool]) -> list[F
     Residuals of low rank have none: what is left of their noise costs no more than that of 5 bits.
     """
     bits = {s.name: getattr(storage.states.get(s.name), "bits", 32) for s in spec.states if s.trait != "residual"}
-    evaluated = spec.evaluation.states if spec.evaluation else ()
-    found = [Finding("L20", "warning", name, EVALUATED) for name in evaluated if bits.get(name, 32) <= 5]
-    narrow = [name for name in bits if bits[name] <= 4]
-    nodes = postorder([spec.trace(dict(flags)).p]) if narrow else ()
-    outside = [x for n in nodes[-1:] for x in unseen(n, {n for n in nodes if n.dtype is dtypes.boolean})]
-    polar = loads(n for n in nodes if n.attr == "newton_schulz")
-    signs = loads(n for n in outside if n.op == "sign")
-    found += [Finding("L18", "warning", name, LIFTS) for name in narrow if name in polar]
-    return found + [Finding("L19", "warning", name, SIGNS) for name in narrow if name in signs]
+    if min(bits.values(), default=32) > 5:
+        return []
+    nodes = postorder([spec.trace(dict(flags)).p])
+    outside = unseen(nodes[-1], {n for n in nodes if n.dtype is dtypes.boolean})
+    noisy = (
+        ("L20", EVALUATED, 5, getattr(spec.evaluation, "states", ())),
+        ("L18", LIFTS, 4, loads(n for n in nodes if n.attr == "newton_schulz")),
+        ("L19", SIGNS, 4, loads(n for n in outside if n.op == "sign")),
+    )
+    found = [(code, x, why) for code, why, most, read in noisy for x in bits if x in read and bits[x] <= most]
+    return [Finding(code, "warning", name, why) for code, name, why in found]
 
 
 def vectors(spec: Spec) -> list[Finding]:
@@ -197,8 +199,7 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> Iterator[For
         yield from _to_nearest(fmt, kind, decay, nonneg)
     elif kind == "sum" and not nonneg:
         yield from _l17(fmt)
-    if kind in ("max", "min") and (decay is None or decay == 1):
-        yield from _l9(fmt, kind)
+    yield from _l9(fmt, kind, decay)
     if kind == "constant" and fmt.noise_bits and not fmt.is_float:
         yield "L9", "error", "it never changes, yet is rounded anew at every step and wanders off"
     if kind == "multiplicative" and not fmt.is_float and not fmt.positive:
@@ -260,7 +261,9 @@ def _l17(fmt: Format) -> Iterator[FormatFinding]:
         yield "L17", "warning", reason
 
 
-def _l9(fmt: Format, kind: str) -> Iterator[FormatFinding]:
+def _l9(fmt: Format, kind: str, decay: float | None) -> Iterator[FormatFinding]:
+    if kind not in ("max", "min") or decay not in (None, 1):
+        return
     what, moves, halves = ("maximum", "climbs", "upward") if kind == "max" else ("minimum", "sinks", "downward")
     if fmt.noise_bits:
         reason = f"a running {what} {moves} on the {halves} halves of stochastic rounding and never comes back"
