@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .lamb import LAMB as LAMB
     from .lion import Lion as Lion
     from .muon import Muon as Muon
+    from .sgd import SGD as SGD
+    from .soap import SOAP as SOAP
 
 _MODULES = {
     "Adafactor": "adafactor",
@@ -24,6 +26,8 @@ _MODULES = {
     "LAMB": "lamb",
     "Lion": "lion",
     "Muon": "muon",
+    "SGD": "sgd",
+    "SOAP": "soap",
 }
 
 __all__ = [
@@ -33,6 +37,8 @@ __all__ = [
     "LAMB",
     "Lion",
     "Muon",
+    "SGD",
+    "SOAP",
 ]
 
 

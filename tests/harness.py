@@ -286,7 +286,7 @@ class Pair:
             rows.append([*pointers, g.numel(), columns, stream, *(at or (0, 0, columns))])
         table = torch.tensor(rows, dtype=torch.int64)
         rule = self.joined[1]
-        made = rule.host(step, 1.0, **self.values(hypers))[: len(rule.scalars)]
+        made = rule.host(step, 1.0, **self.values(hypers))[: rule.scalars]
         scalars = torch.tensor(made, dtype=torch.float64).float()
         library = compiled(self.source, str(tensors[0][1].dtype).removeprefix("torch."), isa)
         arguments = (table.data_ptr(), len(rows), scalars.data_ptr(), key, threads)

@@ -39,6 +39,7 @@ from optgen.runtime.work import counting
 from tests import training
 from tests.harness import python
 from tests.training import bits, copies, params_of, through_file
+from tests.training import give_in_place as give
 
 SHAPES = [(3, 20), (2, 32), (9,)]
 
@@ -56,17 +57,6 @@ STEPS = 2
 
 def parameters(dtype: torch.dtype = torch.bfloat16, shapes: Any = SHAPES) -> list[nn.Parameter]:
     return training.parameters(shapes, dtype, seed=1)
-
-
-def give(params: list[nn.Parameter], step: int, scale: float = 1.0) -> None:
-    """Gradients into the buffers that are there, as CUDA graphs need it."""
-    draw = torch.Generator().manual_seed(100 + step)
-    for p in params:
-        g = torch.randn(p.shape, generator=draw).to(p.dtype) * scale
-        if p.grad is None:
-            p.grad = g
-        else:
-            p.grad.copy_(g)
 
 
 def everything(opt: Optimizer) -> object:
@@ -151,15 +141,6 @@ def test_steps_counted_on_the_device_are_the_same_steps(name: str, options: dict
         if not isinstance(group[name], bool)
     }
     assert everything(trained(cls, capturable=True, **options, **given)) == everything(plain)
-
-
-@pytest.mark.parametrize("backend", ["cpp", "reference"])
-def test_on_the_host_capturable_changes_nothing(backend: str) -> None:
-    plain = trained(AdamW, plan="bf16_sr", backend=backend)
-    asked = trained(AdamW, plan="bf16_sr", backend=backend, capturable=True)
-    assert everything(asked) == everything(plain)
-    assert type(asked.state[params_of(asked)[0]]["step"]) is int
-    refused(asked)
 
 
 class Reads(TorchDispatchMode):
@@ -366,12 +347,14 @@ def refused(opt: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_what_a_graph_cannot_repeat_is_refused(capturable: bool) -> None:
-    opt = trained(AdamW, 0, plan="fp32", capturable=capturable)
+@pytest.mark.parametrize("backend", ["triton", "cpp", "reference"])
+def test_what_a_graph_cannot_repeat_is_refused(backend: str, capturable: bool) -> None:
+    opt = trained(AdamW, 0, plan="fp32", capturable=capturable, backend=backend)
     give(params_of(opt), 0)
     refused(opt)  # no state yet
     opt.step()
-    if not capturable:
+    assert type(opt.state[params_of(opt)[0]]["step"]) is (Tensor if backend == "triton" and capturable else int)
+    if backend != "triton" or not capturable:
         refused(opt)
         return
     params_of(opt)[0].grad = None
@@ -499,6 +482,7 @@ def test_scaled_gradients_and_skipped_steps(name: str, options: dict[str, Any], 
         scaled(opt, 1024.0, 1.0)
         assert everything(opt) == before
     assert everything(opt) == everything(plain)
+    assert training.has_plan(opt) == (backend != "reference")  # which divides and skips, too
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

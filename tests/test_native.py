@@ -509,13 +509,6 @@ def test_a_lock_that_was_left(holder: str, folder: Path, monkeypatch: pytest.Mon
     assert list(folder.iterdir()) == [path]
 
 
-def test_a_kernel_for_other_tables_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that was generated again after its tables were imported: addresses would stand in the wrong columns."""
-    expected = cpu.expected
-    monkeypatch.setattr(cpu, "expected", lambda *args: [*expected(*args)[:-1], 77])
-    stops_untouched("was generated again since fp32 was imported")
-
-
 def start(text: str, **environment: str) -> subprocess.Popen[str]:
     """Another process of Python."""
     return subprocess.Popen(

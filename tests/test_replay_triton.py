@@ -14,19 +14,10 @@ from optgen.runtime import Optimizer
 from optgen.runtime.layout import workspace
 from optgen.runtime.step import launch
 from tests.test_fast_path import CHANGES as OF_CPP
-from tests.training import bits, everything, has_plan, keep_no_plan, params_of, planned_steps
+from tests.training import everything, has_plan, keep_no_plan, params_of, planned_steps
+from tests.training import give_in_place as give
 
 SHAPES = [(3, 5), (7,), (), (0,), (4, 6)]
-
-
-def give(params: list[nn.Parameter], step: int) -> None:
-    draw = torch.Generator().manual_seed(step)
-    for p in params:
-        g = torch.randn(p.shape, generator=draw)
-        if p.grad is None or p.grad.dtype is not torch.float32:
-            p.grad = g
-        else:
-            p.grad.copy_(g)
 
 
 def trained(cls: type[Optimizer], backend: str = "triton", short: bool = True, **options: Any) -> Optimizer:
@@ -125,24 +116,3 @@ def test_a_step_that_broke_off_while_tables_followed_is_made_right_the_next_time
         one.step()
     assert everything(opt) == everything(other)
     del kept
-
-
-@pytest.mark.parametrize("backend", ["triton", "cpp"])
-def test_under_a_scaler(backend: str) -> None:
-    """The short way divides and skips, too."""
-    opt, plain = trained(AdamW, backend, fused=True), trained(AdamW, backend)
-    for step, found in enumerate([0.0, 0.0, 1.0, 0.0]):
-        give(params_of(opt), step)
-        for p in params_of(opt):
-            p.grad.mul_(8.0)
-        opt.grad_scale, opt.found_inf = torch.tensor(8.0), torch.tensor(found)  # type: ignore[attr-defined]
-        opt.step()
-        assert has_plan(opt)
-        if not found:
-            give(params_of(plain), step)
-            plain.step()
-    values = [
-        [(bits(p), {k: bits(x) if k != "step" else int(x) for k, x in one.state[p].items()}) for p in params_of(one)]
-        for one in (opt, plain)
-    ]
-    assert values[0] == values[1]

@@ -45,6 +45,17 @@ def give(params: Iterable[nn.Parameter], step: int, scale: float = 1.0) -> None:
         p.grad = (torch.randn(p.shape, generator=draw) * scale).to(p.dtype)
 
 
+def give_in_place(params: Iterable[nn.Parameter], step: int, scale: float = 1.0) -> None:
+    """Draw the gradients of a step into the memory that is there, as CUDA graphs need it."""
+    draw = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        g = torch.randn(p.shape, generator=draw).to(p.dtype) * scale
+        if p.grad is None or p.grad.dtype != p.dtype:
+            p.grad = g
+        else:
+            p.grad.copy_(g)
+
+
 def train(opt: torch.optim.Optimizer, steps: Iterable[int]) -> None:
     """Make the steps of these numbers."""
     for step in steps:

@@ -2,7 +2,7 @@
 #     adafactor
 # fmt: off
 # ruff: noqa
-from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, Temp, by_flags
+from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import minimum, power
 
 
@@ -12,21 +12,6 @@ class Adafactor(Optimizer):
     lr is the largest relative step: late ones are 1 / sqrt(t).  eps is that of fp32 where torch takes the weight's.
 
     Shazeer & Stern 2018, arXiv:1804.04235
-
-        eps1, eps2 = eps
-        one_minus_beta2 = t**beta2_decay
-        alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
-        p = decoupled(p, lr, weight_decay)
-        if factored:
-            row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
-            col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-            estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
-        else:
-            variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-            estimate = variance
-        update = g * rsqrt(maximum(estimate, eps1 * eps1))
-        p = p - alpha / maximum(1.0, rms(update) / d) * update
-        return p, row_var, col_var, variance
 
     lr            a number, >= 0
     beta2_decay   a number, <= 0
@@ -46,7 +31,7 @@ class Adafactor(Optimizer):
     FLAGS = (
         Flag("factored", shape=lambda shape: len(shape) >= 2),
     )
-    PLANS = ("fp32", "int8_split24", "int4_split24",)
+    PLANS = ("fp32", "fp32_master", "int8_split24",)
 
     def __init__(
         self, params, lr=0.01, beta2_decay=-0.8, eps=(1.1920928955078125e-7, 0.001), d=1.0, weight_decay=0.0, **options
@@ -57,32 +42,6 @@ class Adafactor(Optimizer):
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
-def host_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
-    eps1, eps2 = eps
-    one_minus_t_pow_beta2_decay = 1 - power(step, beta2_decay)
-    one_minus_beta2 = power(step, beta2_decay)  # 41  one_minus_beta2 = t**beta2_decay
-    lr_min_t_pow_m0p5 = minimum(lr, power(step, -0.5))
-    eps1_times_eps1 = eps1 * eps1
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps2, lr_min_t_pow_m0p5, eps1, eps1_times_eps1, d,
-        one_minus_lr_times_weight_decay,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
-    eps1, eps2 = eps
-    one_minus_t_pow_beta2_decay = 1 - power(step, beta2_decay)
-    one_minus_beta2 = power(step, beta2_decay)  # 41  one_minus_beta2 = t**beta2_decay
-    eps1_times_eps1 = eps1 * eps1
-    lr_min_t_pow_m0p5 = minimum(lr, power(step, -0.5))
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    return (
-        grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5,
-        one_minus_lr_times_weight_decay,
-    )
-
-
 def kernel_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
     eps1, eps2 = eps
     grad_scale_times_grad_scale = grad_scale * grad_scale
@@ -112,216 +71,118 @@ def kernel_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay)
     )
 
 
-# What several of the records below have.
-ADAFACTOR_4 = Stage(
-    "adafactor_4", "tensor", level=1, scalars=(3, 4), temps=("alpha",), reads=("tensor_sum_for_alpha",),
-    stores=("alpha",), extents=("elements",),
+# The states, and the kernels.
+STATES = (StateRecord("row_var", nonneg=True, space="row"), StateRecord("col_var", nonneg=True, space="col"))
+STATES_2 = (StateRecord("variance", nonneg=True),)
+ADAFACTOR_1 = Stage(
+    "adafactor_1", "elem", reads=("p", "g"),
+    sums=(("square", ("row_sum_for_alpha",)), ("square", ("row_sum_for_row_var", "col_sum_for_col_var"))),
 )
-ADAFACTOR_5 = Stage(
-    "adafactor_5", "mat", level=1, scalars=(5,), temps=("mat_sum_of_row_var_over_rows_max_eps1",), matrices=True,
-    reads=("mat_sum_of_row_var",), stores=("mat_sum_of_row_var_over_rows_max_eps1",), extents=("rows",),
-    picked=("mat_sum_of_row_var_over_rows_max_eps1",),
-)
-ADAFACTOR_6 = Stage(
-    "adafactor_6", "row", level=1, scalars=(), temps=("row_div",), matrices=True,
-    reads=("row_var", "mat_sum_of_row_var_over_rows_max_eps1"), stores=("row_div",),
-)
+ADAFACTOR_2 = Stage("adafactor_2", "row", scalars=(0, 1, 2),
+                    reads=("row_var", "row_sum_for_row_var", "row_sum_for_alpha"), stores=("row_var",),
+                    sums=(("sum", ("mat_sum_of_row_var",)), ("sum", ("tensor_sum_for_alpha",))), extents=("columns",))
+ADAFACTOR_3 = Stage("adafactor_3", "col", scalars=(0, 1, 2), reads=("col_var", "col_sum_for_col_var"),
+                    stores=("col_var",), extents=("rows",))
+ADAFACTOR_4 = Stage("adafactor_4", "tensor", scalars=(3, 4), reads=("tensor_sum_for_alpha",), stores=("alpha",),
+                    extents=("elements",))
+ADAFACTOR_5 = Stage("adafactor_5", "mat", scalars=(5,), reads=("mat_sum_of_row_var",),
+                    stores=("mat_sum_of_row_var_over_rows_max_eps1",), extents=("rows",))
+ADAFACTOR_6 = Stage("adafactor_6", "row", reads=("row_var", "mat_sum_of_row_var_over_rows_max_eps1"),
+                    stores=("row_div",))
+ADAFACTOR_7 = Stage("adafactor_7", "elem", scalars=(6,), reads=("g", "col_var", "row_div"),
+                    sums=(("square", ("row_sum_of_g",)),))
+ADAFACTOR_8 = Stage("adafactor_8", "row", reads=("row_sum_of_g",), sums=(("sum", ("tensor_sum_of_g",)),))
+ADAFACTOR_9 = Stage("adafactor_9", "tensor", scalars=(7, 0), reads=("alpha", "tensor_sum_of_g"), stores=("tensor_div",),
+                    extents=("elements",))
+ADAFACTOR_10 = Stage("adafactor_10", "elem", scalars=(8, 9, 6), reads=("p", "g", "col_var", "tensor_div", "row_div"),
+                     stores=("p",))
+ADAFACTOR_NO_FACTORED_1 = Stage("adafactor_no_factored_1", "elem", scalars=(0, 1, 2), reads=("p", "g", "variance"),
+                                sums=(("square", ("tensor_sum_for_alpha",)), ("square", ("tensor_sum_of_g",))))
+ADAFACTOR_NO_FACTORED_2 = Stage("adafactor_no_factored_2", "tensor", scalars=(3, 4, 5, 6),
+                                reads=("tensor_sum_for_alpha", "tensor_sum_of_g"), stores=("tensor_div",),
+                                extents=("elements",))
+ADAFACTOR_NO_FACTORED_3 = Stage("adafactor_no_factored_3", "elem", scalars=(7, 8, 0, 1, 2),
+                                reads=("p", "g", "variance", "tensor_div"), stores=("p", "variance"),
+                                needs=("g", "variance"))
 
-# The states, and what of them a step makes.
+# The states under each setting of the flags.
 RULES = by_flags(
     {"factored": True},
-    RuleRecord(
-        "adafactor",
-        states=(StateRecord("row_var", nonneg=True, space="row"), StateRecord("col_var", nonneg=True, space="col")),
-        spaces=("col", "mat", "row", "tensor"), by_rows=True, settings=({"factored": True},),
-    ),
-    RuleRecord(
-        "adafactor", states=(StateRecord("variance", nonneg=True),), spaces=("tensor",),
-        settings=({"factored": False},),
-    ),
+    RuleRecord("adafactor", states=STATES, spaces=("col", "mat", "row", "tensor"), by_rows=True,
+               settings=({"factored": True},)),
+    RuleRecord("adafactor", states=STATES_2, spaces=("tensor",), settings=({"factored": False},)),
 )
 
-# The step in strict maths, as the eager reference makes it.
-STRICT = (
-    Rule(
-        ({"factored": True},),
-        (
-            "grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2", "lr_min_t_pow_m0p5", "eps1",
-            "eps1_times_eps1", "d", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars,
-        temps=(
-            Temp("col_sum_for_col_var", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_alpha", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_row_var", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_row_var", "mat", reduction="mat_sum", source="row"),
-            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="row"),
-            Temp("alpha", "tensor"),
-            Temp("mat_sum_of_row_var_over_rows_max_eps1", "mat"),
-            Temp("row_div", "row"),
-            Temp("row_sum_of_update", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="row"),
-            Temp("alpha_over_tensor_max", "tensor"),
-        ),
-        stages=(
-            Stage(
-                "adafactor_1", "elem", level=0, scalars=(0,),
-                temps=("row_sum_for_alpha", "row_sum_for_row_var", "col_sum_for_col_var"), matrices=True,
-                reads=("p", "g"),
-                sums=(("sum", ("row_sum_for_alpha",)), ("sum", ("row_sum_for_row_var", "col_sum_for_col_var"))),
-            ),
-            Stage(
-                "adafactor_2", "row", level=1, scalars=(1, 2), temps=("mat_sum_of_row_var", "tensor_sum_for_alpha"),
-                matrices=True, reads=("row_var", "row_sum_for_row_var", "row_sum_for_alpha"), stores=("row_var",),
-                sums=(("sum", ("mat_sum_of_row_var",)), ("sum", ("tensor_sum_for_alpha",))), extents=("columns",),
-                plus=("row_var",),
-            ),
-            Stage(
-                "adafactor_3", "col", level=1, scalars=(1, 2), matrices=True, reads=("col_var", "col_sum_for_col_var"),
-                stores=("col_var",), extents=("rows",), plus=("col_var",),
-            ),
-            ADAFACTOR_4,
-            ADAFACTOR_5,
-            ADAFACTOR_6,
-            Stage(
-                "adafactor_7", "elem", level=2, scalars=(0, 6), temps=("row_sum_of_update",), matrices=True,
-                reads=("g", "col_var", "row_div"), sums=(("sum", ("row_sum_of_update",)),),
-            ),
-            Stage(
-                "adafactor_8", "row", level=3, scalars=(), temps=("tensor_sum_of_update",), matrices=True,
-                reads=("row_sum_of_update",), sums=(("sum", ("tensor_sum_of_update",)),),
-            ),
-            Stage(
-                "adafactor_9", "tensor", level=3, scalars=(7,), temps=("alpha_over_tensor_max",),
-                reads=("alpha", "tensor_sum_of_update"), stores=("alpha_over_tensor_max",), extents=("elements",),
-            ),
-            Stage(
-                "adafactor_10", "elem", level=4, scalars=(0, 8, 6), matrices=True,
-                reads=("p", "g", "col_var", "alpha_over_tensor_max", "row_div"), stores=("p",),
-            ),
-        ),
-        strict=True,
-    ),
-    Rule(
-        ({"factored": False},),
-        (
-            "grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps1_times_eps1", "eps2", "d",
-            "lr_min_t_pow_m0p5", "one_minus_lr_times_weight_decay",
-        ),
-        host=host_scalars_2,
-        temps=(
-            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_of_update", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("alpha_over_tensor_max", "tensor"),
-        ),
-        stages=(
-            Stage(
-                "adafactor_no_factored_1", "elem", level=0, scalars=tuple(range(4)),
-                temps=("tensor_sum_for_alpha", "tensor_sum_of_update"), reads=("p", "g", "variance"),
-                sums=(("sum", ("tensor_sum_for_alpha",)), ("sum", ("tensor_sum_of_update",))),
-            ),
-            Stage(
-                "adafactor_no_factored_2", "tensor", level=1, scalars=(4, 5, 6), temps=("alpha_over_tensor_max",),
-                reads=("tensor_sum_for_alpha", "tensor_sum_of_update"), stores=("alpha_over_tensor_max",),
-                extents=("elements",),
-            ),
-            Stage(
-                "adafactor_no_factored_3", "elem", level=2, scalars=(0, 7, 1, 2, 3),
-                reads=("p", "g", "variance", "alpha_over_tensor_max"), stores=("p", "variance"), plus=("variance",),
-                needs=(("variance", ("g", "variance")),),
-            ),
-        ),
-        strict=True,
-    ),
-)
-
-# The step of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
+# The steps of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
 STEPS = (
     Rule(
-        ({"factored": True},),
-        (
-            "grad_scale_times_grad_scale", "one_minus_t_pow_beta2_decay", "one_minus_beta2", "eps2",
-            "lr_min_t_pow_m0p5", "eps1", "eps1_times_eps1", "d", "grad_scale", "one_minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars,
-        temps=(
-            Temp("col_sum_for_col_var", "col", reduction="col_sum", source="elem"),
-            Temp("row_sum_for_alpha", "row", reduction="row_sum", source="elem"),
-            Temp("row_sum_for_row_var", "row", reduction="row_sum", source="elem"),
-            Temp("mat_sum_of_row_var", "mat", reduction="mat_sum", source="row"),
-            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="row"),
-            Temp("alpha", "tensor"),
-            Temp("mat_sum_of_row_var_over_rows_max_eps1", "mat"),
-            Temp("row_div", "row"),
-            Temp("row_sum_of_g", "row", reduction="row_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="row"),
-            Temp("tensor_div", "tensor"),
-        ),
-        stages=(
-            Stage(
-                "adafactor_1", "elem", level=0, scalars=(),
-                temps=("row_sum_for_alpha", "row_sum_for_row_var", "col_sum_for_col_var"), matrices=True,
-                reads=("p", "g"),
-                sums=(("square", ("row_sum_for_alpha",)), ("square", ("row_sum_for_row_var", "col_sum_for_col_var"))),
-            ),
-            Stage(
-                "adafactor_2", "row", level=1, scalars=(0, 1, 2), temps=("mat_sum_of_row_var", "tensor_sum_for_alpha"),
-                matrices=True, reads=("row_var", "row_sum_for_row_var", "row_sum_for_alpha"), stores=("row_var",),
-                sums=(("sum", ("mat_sum_of_row_var",)), ("sum", ("tensor_sum_for_alpha",))), extents=("columns",),
-                plus=("row_var",),
-            ),
-            Stage(
-                "adafactor_3", "col", level=1, scalars=(0, 1, 2), matrices=True,
-                reads=("col_var", "col_sum_for_col_var"), stores=("col_var",), extents=("rows",), plus=("col_var",),
-            ),
-            ADAFACTOR_4,
-            ADAFACTOR_5,
-            ADAFACTOR_6,
-            Stage(
-                "adafactor_7", "elem", level=2, scalars=(6,), temps=("row_sum_of_g",), matrices=True,
-                reads=("g", "col_var", "row_div"), sums=(("square", ("row_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_8", "row", level=3, scalars=(), temps=("tensor_sum_of_g",), matrices=True,
-                reads=("row_sum_of_g",), sums=(("sum", ("tensor_sum_of_g",)),),
-            ),
-            Stage(
-                "adafactor_9", "tensor", level=3, scalars=(7, 0), temps=("tensor_div",),
-                reads=("alpha", "tensor_sum_of_g"), stores=("tensor_div",), extents=("elements",),
-            ),
-            Stage(
-                "adafactor_10", "elem", level=4, scalars=(8, 9, 6), matrices=True,
-                reads=("p", "g", "col_var", "tensor_div", "row_div"), stores=("p",),
-            ),
-        ),
+        ({"factored": True},), 10, host=kernel_scalars,
+        stages=(ADAFACTOR_1, ADAFACTOR_2, ADAFACTOR_3, ADAFACTOR_4, ADAFACTOR_5, ADAFACTOR_6, ADAFACTOR_7, ADAFACTOR_8,
+                ADAFACTOR_9, ADAFACTOR_10),
     ),
+    Rule(({"factored": False},), 9, host=kernel_scalars_2,
+         stages=(ADAFACTOR_NO_FACTORED_1, ADAFACTOR_NO_FACTORED_2, ADAFACTOR_NO_FACTORED_3)),
+)
+
+
+# The same steps in strict maths, as the eager reference makes them.
+def host_scalars(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
+    eps1, eps2 = eps
+    one_minus_t_pow_beta2_decay = 1 - power(step, beta2_decay)
+    one_minus_beta2 = power(step, beta2_decay)  # 41  one_minus_beta2 = t**beta2_decay
+    lr_min_t_pow_m0p5 = minimum(lr, power(step, -0.5))
+    eps1_times_eps1 = eps1 * eps1
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps2, lr_min_t_pow_m0p5, eps1, eps1_times_eps1, d,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+def host_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
+    eps1, eps2 = eps
+    one_minus_t_pow_beta2_decay = 1 - power(step, beta2_decay)
+    one_minus_beta2 = power(step, beta2_decay)  # 41  one_minus_beta2 = t**beta2_decay
+    eps1_times_eps1 = eps1 * eps1
+    lr_min_t_pow_m0p5 = minimum(lr, power(step, -0.5))
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    return (
+        grad_scale, one_minus_t_pow_beta2_decay, one_minus_beta2, eps1_times_eps1, eps2, d, lr_min_t_pow_m0p5,
+        one_minus_lr_times_weight_decay,
+    )
+
+
+ADAFACTOR_1_2 = Stage("adafactor_1", "elem", scalars=(0,), reads=("p", "g"),
+                      sums=(("sum", ("row_sum_for_alpha",)), ("sum", ("row_sum_for_row_var", "col_sum_for_col_var"))))
+ADAFACTOR_2_2 = Stage("adafactor_2", "row", scalars=(1, 2),
+                      reads=("row_var", "row_sum_for_row_var", "row_sum_for_alpha"), stores=("row_var",),
+                      sums=(("sum", ("mat_sum_of_row_var",)), ("sum", ("tensor_sum_for_alpha",))),
+                      extents=("columns",))
+ADAFACTOR_3_2 = Stage("adafactor_3", "col", scalars=(1, 2), reads=("col_var", "col_sum_for_col_var"),
+                      stores=("col_var",), extents=("rows",))
+ADAFACTOR_7_2 = Stage("adafactor_7", "elem", scalars=(0, 6), reads=("g", "col_var", "row_div"),
+                      sums=(("sum", ("row_sum_of_update",)),))
+ADAFACTOR_8_2 = Stage("adafactor_8", "row", reads=("row_sum_of_update",), sums=(("sum", ("tensor_sum_of_update",)),))
+ADAFACTOR_9_2 = Stage("adafactor_9", "tensor", scalars=(7,), reads=("alpha", "tensor_sum_of_update"),
+                      stores=("alpha_over_tensor_max",), extents=("elements",))
+ADAFACTOR_10_2 = Stage("adafactor_10", "elem", scalars=(0, 8, 6),
+                       reads=("p", "g", "col_var", "alpha_over_tensor_max", "row_div"), stores=("p",))
+ADAFACTOR_NO_FACTORED_1_2 = Stage("adafactor_no_factored_1", "elem", scalars=tuple(range(4)),
+                                  reads=("p", "g", "variance"),
+                                  sums=(("sum", ("tensor_sum_for_alpha",)), ("sum", ("tensor_sum_of_update",))))
+ADAFACTOR_NO_FACTORED_2_2 = Stage("adafactor_no_factored_2", "tensor", scalars=(4, 5, 6),
+                                  reads=("tensor_sum_for_alpha", "tensor_sum_of_update"),
+                                  stores=("alpha_over_tensor_max",), extents=("elements",))
+ADAFACTOR_NO_FACTORED_3_2 = Stage("adafactor_no_factored_3", "elem", scalars=(0, 7, 1, 2, 3),
+                                  reads=("p", "g", "variance", "alpha_over_tensor_max"), stores=("p", "variance"),
+                                  needs=("g", "variance"))
+STRICT = (
     Rule(
-        ({"factored": False},),
-        (
-            "scalar_0", "one_minus_t_pow_beta2_decay", "eps1_times_eps1", "eps2", "d", "lr_min_t_pow_m0p5",
-            "grad_scale_times_grad_scale", "grad_scale", "one_minus_lr_times_weight_decay",
-        ),
-        host=kernel_scalars_2,
-        temps=(
-            Temp("tensor_sum_for_alpha", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_sum_of_g", "tensor", reduction="tensor_sum", source="elem"),
-            Temp("tensor_div", "tensor"),
-        ),
-        stages=(
-            Stage(
-                "adafactor_no_factored_1", "elem", level=0, scalars=(0, 1, 2),
-                temps=("tensor_sum_for_alpha", "tensor_sum_of_g"), reads=("p", "g", "variance"),
-                sums=(("square", ("tensor_sum_for_alpha",)), ("square", ("tensor_sum_of_g",))),
-            ),
-            Stage(
-                "adafactor_no_factored_2", "tensor", level=1, scalars=(3, 4, 5, 6), temps=("tensor_div",),
-                reads=("tensor_sum_for_alpha", "tensor_sum_of_g"), stores=("tensor_div",), extents=("elements",),
-            ),
-            Stage(
-                "adafactor_no_factored_3", "elem", level=2, scalars=(7, 8, 0, 1, 2),
-                reads=("p", "g", "variance", "tensor_div"), stores=("p", "variance"), plus=("variance",),
-                needs=(("variance", ("g", "variance")),),
-            ),
-        ),
+        ({"factored": True},), 9, host=host_scalars,
+        stages=(ADAFACTOR_1_2, ADAFACTOR_2_2, ADAFACTOR_3_2, ADAFACTOR_4, ADAFACTOR_5, ADAFACTOR_6, ADAFACTOR_7_2,
+                ADAFACTOR_8_2, ADAFACTOR_9_2, ADAFACTOR_10_2),
+        strict=True,
     ),
+    Rule(({"factored": False},), 8, host=host_scalars_2,
+         stages=(ADAFACTOR_NO_FACTORED_1_2, ADAFACTOR_NO_FACTORED_2_2, ADAFACTOR_NO_FACTORED_3_2), strict=True),
 )

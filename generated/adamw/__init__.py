@@ -12,20 +12,6 @@ class AdamW(Optimizer):
 
     Loshchilov & Hutter 2019, arXiv:1711.05101
 
-        beta1, beta2 = betas
-        if decouple_lr:
-            peak_lr = maximum(peak_lr, lr)
-        rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-        p = decoupled(p, rate, weight_decay)
-        exp_avg = beta1 * exp_avg + (1 - beta1) * g
-        exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        if amsgrad:
-            max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-        second = max_exp_avg_sq if amsgrad else exp_avg_sq
-        denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-        p = p - lr / (1 - beta1**t) * exp_avg / denom
-        return p, exp_avg, exp_avg_sq, max_exp_avg_sq, peak_lr
-
     lr            a number, >= 0
     betas         2 numbers, >= 0, < 1
     eps           a number, >= 0
@@ -45,7 +31,7 @@ class AdamW(Optimizer):
         Flag("amsgrad", False),
         Flag("decouple_lr", False),
     )
-    PLANS = ("fp32", "int8_split24", "int4_split24",)
+    PLANS = ("fp32", "fp32_master", "int8_split24",)
 
     def __init__(
         self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, amsgrad=False, decouple_lr=False,
@@ -59,34 +45,6 @@ class AdamW(Optimizer):
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
-def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
-    beta1, beta2 = betas
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
-        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
-    )
-
-
-def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
-    beta1, beta2 = betas
-    peak_lr_2 = maximum(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
-    rate = divide(lr, maximum(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
-    scalar_0 = 1 - rate * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
-    return (
-        beta1, beta2, eps, grad_scale, scalar_0, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
-        lr_over_one_minus_beta1_pow_t, peak_lr_2,
-    )
-
-
 def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -117,76 +75,71 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     return (beta1, beta2, scalar_0, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, peak_lr_2)
 
 
-# What several of the records below have.
+# The states, and the kernels.
 STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
 STATES_2 = (
     StateRecord("exp_avg", normalized_by="exp_avg_sq"),
     StateRecord("exp_avg_sq", nonneg=True),
     StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
 )
-SCALARS = (
-    "beta1", "beta2", "eps", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2",
-    "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-)
-ADAMW = Stage(
-    "adamw", "elem", level=0, scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
-    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-)
-SCALARS_2 = (
-    "beta1", "beta2", "eps", "grad_scale", "scalar_0", "one_minus_beta1", "one_minus_beta2",
-    "sqrt_one_minus_beta2_pow_t", "lr_over_one_minus_beta1_pow_t",
-)
-ADAMW_AMSGRAD = Stage(
-    "adamw_amsgrad", "elem", level=0, scalars=tuple(range(9)),
-    reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
-    picked=("max_exp_avg_sq",),
-    needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
-)
-SCALARS_3 = (
-    "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3",
-    "scalar_4",
-)
-ADAMW_2 = Stage(
-    "adamw", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
-    stores=("p", "exp_avg", "exp_avg_sq"), plus=("exp_avg_sq",), needs=(("exp_avg_sq", ("g", "exp_avg_sq")),),
-)
-SCALARS_4 = ("beta1", "beta2", "scalar_0", "one_minus_beta1_times_grad_scale", "scalar_2", "scalar_3", "scalar_4")
-ADAMW_AMSGRAD_2 = Stage(
-    "adamw_amsgrad", "elem", level=0, scalars=tuple(range(7)),
-    reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), plus=("exp_avg_sq", "max_exp_avg_sq"),
-    picked=("max_exp_avg_sq",),
-    needs=(("exp_avg_sq", ("g", "exp_avg_sq")), ("max_exp_avg_sq", ("g", "exp_avg_sq", "max_exp_avg_sq"))),
-)
+ADAMW = Stage("adamw", "elem", reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"),
+              needs=("g", "exp_avg_sq"))
+ADAMW_AMSGRAD = Stage("adamw_amsgrad", "elem", reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+                      stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), picked=("max_exp_avg_sq",),
+                      needs=("g", "exp_avg_sq", "max_exp_avg_sq"))
 
-# The states, and what of them a step makes.
+# The states under each setting of the flags.
 RULES = by_flags(
     {"amsgrad": False, "decouple_lr": False},
     RuleRecord("adamw", states=STATES, settings=({"amsgrad": False, "decouple_lr": False},)),
-    RuleRecord(
-        "adamw", states=STATES, host_states=(("peak_lr", 0.0),), settings=({"amsgrad": False, "decouple_lr": True},),
-    ),
+    RuleRecord("adamw", states=STATES, host_states=(("peak_lr", 0.0),),
+               settings=({"amsgrad": False, "decouple_lr": True},)),
     RuleRecord("adamw", states=STATES_2, settings=({"amsgrad": True, "decouple_lr": False},)),
-    RuleRecord(
-        "adamw", states=STATES_2, host_states=(("peak_lr", 0.0),), settings=({"amsgrad": True, "decouple_lr": True},),
-    ),
+    RuleRecord("adamw", states=STATES_2, host_states=(("peak_lr", 0.0),),
+               settings=({"amsgrad": True, "decouple_lr": True},)),
 )
 
-# The step in strict maths, as the eager reference makes it.
-STRICT = (
-    Rule(({"amsgrad": False, "decouple_lr": False},), SCALARS, host=host_scalars, stages=(ADAMW,), strict=True),
-    Rule(({"amsgrad": False, "decouple_lr": True},), SCALARS_2, host=host_scalars_2, stages=(ADAMW,), strict=True),
-    Rule(({"amsgrad": True, "decouple_lr": False},), SCALARS, host=host_scalars, stages=(ADAMW_AMSGRAD,), strict=True),
-    Rule(
-        ({"amsgrad": True, "decouple_lr": True},), SCALARS_2, host=host_scalars_2, stages=(ADAMW_AMSGRAD,), strict=True,
-    ),
-)
-
-# The step of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
+# The steps of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
-    Rule(({"amsgrad": False, "decouple_lr": False},), SCALARS_3, host=kernel_scalars, stages=(ADAMW_2,)),
-    Rule(({"amsgrad": False, "decouple_lr": True},), SCALARS_4, host=kernel_scalars_2, stages=(ADAMW_2,)),
-    Rule(({"amsgrad": True, "decouple_lr": False},), SCALARS_3, host=kernel_scalars, stages=(ADAMW_AMSGRAD_2,)),
-    Rule(({"amsgrad": True, "decouple_lr": True},), SCALARS_4, host=kernel_scalars_2, stages=(ADAMW_AMSGRAD_2,)),
+    Rule(({"amsgrad": False, "decouple_lr": False},), 7, host=kernel_scalars, stages=(ADAMW,)),
+    Rule(({"amsgrad": False, "decouple_lr": True},), 7, host=kernel_scalars_2, stages=(ADAMW,)),
+    Rule(({"amsgrad": True, "decouple_lr": False},), 7, host=kernel_scalars, stages=(ADAMW_AMSGRAD,)),
+    Rule(({"amsgrad": True, "decouple_lr": True},), 7, host=kernel_scalars_2, stages=(ADAMW_AMSGRAD,)),
+)
+
+
+# The same steps in strict maths, as the eager reference makes them.
+def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
+        sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
+    )
+
+
+def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
+    beta1, beta2 = betas
+    peak_lr_2 = maximum(peak_lr, lr)              # 28  peak_lr = maximum(peak_lr, lr)
+    rate = divide(lr, maximum(peak_lr_2, 1e-30))  # 29  rate = schedule_of(lr, peak_lr) if decouple_lr else lr
+    scalar_0 = 1 - rate * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    return (
+        beta1, beta2, eps, grad_scale, scalar_0, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
+        lr_over_one_minus_beta1_pow_t, peak_lr_2,
+    )
+
+
+STRICT = (
+    Rule(({"amsgrad": False, "decouple_lr": False},), 9, host=host_scalars, stages=(ADAMW,), strict=True),
+    Rule(({"amsgrad": False, "decouple_lr": True},), 9, host=host_scalars_2, stages=(ADAMW,), strict=True),
+    Rule(({"amsgrad": True, "decouple_lr": False},), 9, host=host_scalars, stages=(ADAMW_AMSGRAD,), strict=True),
+    Rule(({"amsgrad": True, "decouple_lr": True},), 9, host=host_scalars_2, stages=(ADAMW_AMSGRAD,), strict=True),
 )

@@ -9,13 +9,6 @@ class Lion(Optimizer):
 
     Chen et al. 2023, arXiv:2302.06675
 
-        beta1, beta2 = betas
-        p = decoupled(p, lr, weight_decay)
-        update = sign(beta1 * exp_avg + (1 - beta1) * g)
-        exp_avg = beta2 * exp_avg + (1 - beta2) * g
-        p = p - lr * update
-        return p, exp_avg
-
     lr            a number, >= 0
     betas         2 numbers, >= 0, < 1
     weight_decay  a number, >= 0
@@ -27,21 +20,13 @@ class Lion(Optimizer):
         Hyper("betas", (0.9, 0.99), ge=0.0, lt=1.0),
         Hyper("weight_decay", 0.0, ge=0.0),
     )
-    PLANS = ("fp32", "int8_split24", "int4_split24",)
+    PLANS = ("fp32", "fp32_master", "int8_split24",)
 
     def __init__(self, params, lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, **options):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **options)
 
 
 # Scalars at a step, in fp64, with the new host states behind them.
-def host_scalars(step, grad_scale, *, lr, betas, weight_decay):
-    beta1, beta2 = betas
-    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
-    one_minus_beta1 = 1 - beta1
-    one_minus_beta2 = 1 - beta2
-    return (lr, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2)
-
-
 def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
     beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
@@ -54,37 +39,24 @@ def kernel_scalars(step, grad_scale, *, lr, betas, weight_decay):
     )
 
 
-# The states, and what of them a step makes.
-RULES = by_flags({}, RuleRecord("lion", states=(StateRecord("exp_avg"),)))
+# The states, and the kernels.
+STATES = (StateRecord("exp_avg"),)
+LION = Stage("lion", "elem", reads=("p", "g", "exp_avg"), stores=("p", "exp_avg"))
 
-# The step in strict maths, as the eager reference makes it.
-STRICT = (
-    Rule(
-        ({},),
-        ("lr", "beta1", "beta2", "grad_scale", "one_minus_lr_times_weight_decay", "one_minus_beta1", "one_minus_beta2"),
-        host=host_scalars,
-        stages=(
-            Stage(
-                "lion", "elem", level=0, scalars=tuple(range(7)), reads=("p", "g", "exp_avg"), stores=("p", "exp_avg"),
-            ),
-        ),
-        strict=True,
-    ),
-)
+# The states under each setting of the flags.
+RULES = by_flags({}, RuleRecord("lion", states=STATES))
 
-# The step of kernels, in fast maths; rounding changed by: fma, group.
-STEPS = (
-    Rule(
-        ({},),
-        (
-            "beta1", "beta2", "one_minus_lr_times_weight_decay", "one_minus_beta1_times_grad_scale",
-            "one_minus_beta2_times_grad_scale", "minus_lr",
-        ),
-        host=kernel_scalars,
-        stages=(
-            Stage(
-                "lion", "elem", level=0, scalars=tuple(range(6)), reads=("p", "g", "exp_avg"), stores=("p", "exp_avg"),
-            ),
-        ),
-    ),
-)
+# The steps of kernels, in fast maths; rounding changed by: fma, group.
+STEPS = (Rule(({},), 6, host=kernel_scalars, stages=(LION,)),)
+
+
+# The same steps in strict maths, as the eager reference makes them.
+def host_scalars(step, grad_scale, *, lr, betas, weight_decay):
+    beta1, beta2 = betas
+    one_minus_lr_times_weight_decay = 1 - lr * weight_decay
+    one_minus_beta1 = 1 - beta1
+    one_minus_beta2 = 1 - beta2
+    return (lr, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2)
+
+
+STRICT = (Rule(({},), 7, host=host_scalars, stages=(LION,), strict=True),)

@@ -55,7 +55,7 @@ RESERVED = frozenset(
     "integer iota joined k KEPT lane Larger larger largest live load long lookup low16 lshr M mask max "
     "maximum memcpy memset middle min minimum mutable namespace NAN narrow narrow_half new no_codes noexcept "
     "NOISE Noise noise not not_eq NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL OPTGEN_L1 "
-    "optgen_layout OPTGEN_ONCE OPTGEN_SIMD optgen_step or or_eq P pack Part PARTS "
+    "OPTGEN_ONCE OPTGEN_SIMD optgen_step or or_eq P pack Part PARTS "
     "parts PLACE private protected public RAGGED ramp raw read_row register reinterpret_cast requires return "
     "rint rotl run SCALARS scalars search SHARE Share short sign signed sizeof Smaller smaller smallest "
     "spread sqrt staged static static_assert static_cast step_key store store_byte store_half stream_key "

@@ -88,7 +88,6 @@ class ClassRow:
     flags: tuple[Any, ...]
     shapes: Mapping[str, str]  # flag -> the source of its function of the shape; "" if it has none
     plans: tuple[str, ...]
-    rule: tuple[str, ...]  # the lines of the author's function
     evaluation: tuple[str, ...] = ()  # lines of the function that gives the weights to evaluate with
     inputs: tuple[str, ...] = ()  # the further values per element that its user feeds
     blocks: str = ""  # what blocks of rows are that its user may ask for: "rows" of its matrix, or "heads"

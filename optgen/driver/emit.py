@@ -77,7 +77,6 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         flags=spec.flags,
         shapes={flag.name: spec.shape_text(flag) for flag in spec.flags},
         plans=plans,
-        rule=spec.source.body,
         evaluation=_evaluation(spec),
         inputs=tuple(s.name for s in spec.states if s.trait == INPUT),
         blocks="" if not spec.blocks else "heads" if spec.matrix == "heads" else "rows",

@@ -21,7 +21,7 @@ from optgen.lang.spec import Spec
 from optgen.lower import lower_rule
 from optgen.ops import dtypes, spaces
 from optgen.ops.prims import REDUCTIONS
-from optgen.runtime.records import Rule, Variant
+from optgen.runtime.records import Variant
 from optgen.verify import lint
 from optgen.verify.lint import Finding
 
@@ -112,26 +112,26 @@ def _joined(spec: Spec, plan: Plan, case: Case) -> tuple[Variant, Step]:
     return variant, next(s for s in found if s.early == variant.rule.early)
 
 
-def _sizes(variant: Variant, rule: Rule) -> dict[str, dict[str, float]]:
+def _sizes(variant: Variant) -> dict[str, dict[str, float]]:
     """Return the bytes per parameter of each value's fields; of rows, columns and other few values none."""
     grain = float(dtypes.FROM_TORCH[variant.param].bytes)
     out = {"p": {"p": grain}, "g": {"g": grain}}
     for f in variant.fields:
         if f.space == "elem":
             out.setdefault(f.owner, {})[f.name] = dtypes.FROM_TORCH[f.dtype].bytes * f.width / f.per
-    return out | {t.name: {t.name: 4.0 if t.wide else 2.0} for t in rule.temps if t.space == "elem"}
+    return out | {t.name: {t.name: 4.0 if t.wide else 2.0} for t in variant.temps if t.space == "elem"}
 
 
 def _sweeps(variant: Variant, step: Step) -> Iterator[Pass]:
     rule, kept = variant.rule, variant.eager
     assert rule is not None
-    sizes, temps = _sizes(variant, rule), {t.name: t for t in rule.temps}
+    sizes, temps = _sizes(variant), {t.name: t for t in variant.temps}
     stages = [s for s in rule.stages if s.space == "elem"]
     why = iter(stage.why for stage in step.sweeps)
     for stage in stages:
         read = dict.fromkeys(x for x in stage.reads if x not in stage.absent)
         read |= dict.fromkeys(kept.relative[x] for x in read if x in kept.relative)
-        stored = [] if stage.reduces else [x for x in stage.stores if x not in kept.still]
+        stored = variant.stored_by(stage)
         stored += [x for x in stage.temps if temps[x].space == "elem"]
         own = f"{', '.join(stage.reduces)} as a whole" if stage.reduces else next(why)
         yield Pass(
@@ -157,7 +157,7 @@ def why_last(variant: Variant, step: Step) -> str:
             n.op in ("call", "matmul") or (n.op in REDUCTIONS and n.args[0].space == spaces.elem))]  # fmt: skip
         seen |= {n.uid for n in new}
         needs.setdefault(user, {}).update((str(n.attr) if n.op == "call" else n.op, None) for n in new)
-    kinds = {t.name: t.reduction for t in rule.temps}
+    kinds = {t.name: t.reduction for t in variant.temps}
     for walk in sweeps:
         for state in walk.reduces:
             own = (kinds[x] for x in walk.temps if x.startswith(f"{state}_"))

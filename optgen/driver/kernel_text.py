@@ -15,8 +15,6 @@ from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Program, Stage, Step
 from optgen.lang.spec import Spec
 
-Flags = tuple[tuple[str, bool], ...]
-
 
 @dataclass(frozen=True)
 class Setting:

@@ -39,13 +39,6 @@ class Pool:
         name = self.names[marker] = unique(wanted, {*self.names.values()})
         return name, True
 
-    def keep(self, marker: str, name: str, lines: list[str]) -> str:
-        """Add lines that are complete, under a name of their own."""
-        if marker not in self.names:
-            self.names[marker] = name
-            self.functions.append(lines)
-        return self.names[marker]
-
 
 @lru_cache(maxsize=256)
 def _words(names: tuple[str, ...]) -> re.Pattern[str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import Any, TypeVar
 
 from optgen import passes
@@ -28,7 +27,7 @@ from optgen.ops import dtypes, spaces
 from optgen.ops.prims import MATRIX_OPS
 from optgen.passes.convert import ARITHMETIC
 from optgen.runtime import records
-from optgen.runtime.records import Field, Rule, Temp, Variant, Whole
+from optgen.runtime.records import WIDE, Field, Rule, Temp, Variant, Whole
 from optgen.runtime.records.join import FP32, FormatRecord, PlanRecord, RuleRecord, StateRecord, by_flags, with_steps
 
 PLAN = "__init__.py"
@@ -60,23 +59,25 @@ def _leaf(value: object) -> str:
 
 def _parts(value: Any) -> tuple[str, list[tuple[str, Any]], str] | None:
     """Return how a container's text begins, its parts behind what leads to each, and how it ends; None for others."""
-    if isinstance(value, tuple) and len(value) > 3 and value == tuple(range(len(value))):
-        return "tuple(", [("", Name(f"range({len(value)})"))], ")"
     if isinstance(value, tuple):
+        if len(value) > 3 and value == tuple(range(len(value))):
+            return "tuple(", [("", Name(f"range({len(value)})"))], ")"
         return "(", [("", x) for x in value], ")"
     if isinstance(value, Mapping):
         return "{", [(f"{_leaf(key)}: ", x) for key, x in value.items()], "}"
     if isinstance(value, Call):
         return f"{value.function}(", [("", x) for x in value.arguments], ")"
-    if not dataclasses.is_dataclass(value):
-        return None
+    return _of_record(value) if dataclasses.is_dataclass(value) else None
+
+
+def _of_record(value: Any) -> tuple[str, list[tuple[str, Any]], str]:
+    """Return the same of a record, without what is the default; the first two fields that have none stand unnamed."""
     fields = dataclasses.fields(value)
     required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
-    parts = [("" if f.name in required[:2] else f"{f.name}=", getattr(value, f.name)) for f in fields]
-    kind: Any = type(value)
-    blank = kind(*(getattr(value, name) for name in required))
-    given = [f.name in required or getattr(value, f.name) != getattr(blank, f.name) for f in fields]
-    return f"{kind.__name__}(", list(itertools.compress(parts, given)), ")"
+    blank = type(value)(*(getattr(value, name) for name in required))
+    given = [f.name for f in fields if f.name in required or getattr(value, f.name) != getattr(blank, f.name)]
+    parts = [("" if name in required[:2] else f"{name}=", getattr(value, name)) for name in given]
+    return f"{type(value).__name__}(", parts, ")"
 
 
 def line(value: Any) -> str:
@@ -89,34 +90,54 @@ def line(value: Any) -> str:
 
 
 def written(lead: str, value: Any, tail: str = "", indent: str = "") -> Iterator[str]:
-    """Yield `lead` and the text that makes a record, without what is the default, in lines of at most WIDTH columns."""
+    """Yield `lead` and the text that makes a record, without what is the default, in lines of at most WIDTH columns.
+
+    Parts that fit in a line each are filled up behind the bracket; if one does not fit, they stand below it.
+    """
     one = f"{indent}{lead}{line(value)}{tail}"
     parts = _parts(value)
     if len(one) <= WIDTH or parts is None:
         yield one
         return
-    yield f"{indent}{lead}{parts[0]}"
-    records = isinstance(value, (tuple, Call)) and any(dataclasses.is_dataclass(x) for _, x in parts[1])
-    yield from _filled(parts[1], indent + "    ", records)
-    yield f"{indent}{parts[2]}{tail}"
+    begin, inside, end = parts
+    first = f"{indent}{lead}{begin}"
+    texts = [f"{name}{line(x)}," for name, x in inside]
+    if max(map(len, texts)) <= WIDTH - len(first + end + tail) and not _is_list(value):
+        *lines, last = _filled(texts, WIDTH - len(first), len(end + tail))
+        last = last if isinstance(value, tuple) and len(value) == 1 else last.removesuffix(",")
+        for k, text in enumerate([*lines, f"{last}{end}{tail}"]):
+            yield f"{' ' * len(first) if k else first}{text}"
+        return
+    yield first
+    yield from _below(inside, texts, indent + "    ", _is_list(value))
+    yield f"{indent}{end}{tail}"
 
 
-def _filled(parts: Sequence[tuple[str, Any]], indent: str, apart: bool) -> Iterator[str]:
-    """Yield the parts of a container in lines as full as they get, or each in lines of its own."""
-    filled = ""
-    for lead, x in parts:
-        text = f"{lead}{line(x)},"
-        if filled and not apart and len(f"{indent}{filled} {text}") <= WIDTH:
-            filled += f" {text}"
-            continue
-        if filled:
-            yield indent + filled
-        fits = len(indent + text) <= WIDTH
-        filled = text if fits else ""
-        if not fits:
-            yield from written(lead, x, ",", indent)
-    if filled:
-        yield indent + filled
+def _is_list(value: Any) -> bool:
+    """Return True for records one after the other, which stand in lines of their own."""
+    parts = value if isinstance(value, tuple) else value.arguments if isinstance(value, Call) else ()
+    return any(map(dataclasses.is_dataclass, parts))
+
+
+def _below(inside: Sequence[tuple[str, Any]], texts: Sequence[str], indent: str, is_list: bool) -> Iterator[str]:
+    """Yield the parts of a container below its bracket, those of a list in lines of their own."""
+    fitting = groupby(zip(inside, texts, strict=True), key=lambda part: len(indent + part[1]) <= WIDTH)
+    for fits, some in fitting:
+        if fits and not is_list:
+            yield from (indent + text for text in _filled([text for _, text in some], WIDTH - len(indent)))
+        else:
+            for (name, x), _ in some:
+                yield from written(name, x, ",", indent)
+
+
+def _filled(texts: Sequence[str], width: int, behind: int = 0) -> list[str]:
+    """Return texts in lines as full as they get; `behind`: columns that the last one leaves."""
+    lines = [""]
+    for k, text in enumerate(texts):
+        joined = f"{lines[-1]} {text}".lstrip()
+        fits = len(joined) <= width - behind * (k == len(texts) - 1)
+        lines[-1:] = [joined] if fits or not lines[-1] else [lines[-1], text]
+    return lines
 
 
 # -- rules
@@ -145,13 +166,13 @@ def _rules(spec: Spec) -> tuple[RuleRecord, ...]:
 R = TypeVar("R", Rule, RuleRecord)
 
 
-def _merged(found: Iterable[R]) -> Iterator[R]:
+def _merged(records: Iterable[R]) -> Iterator[R]:
     """Yield records of one setting each, those that differ in nothing else as one."""
-    settings: dict[R, list[Mapping[str, bool]]] = {}
-    for record in found:
-        settings.setdefault(dataclasses.replace(record, settings=()), []).extend(record.settings)
-    for record, each in settings.items():
-        yield dataclasses.replace(record, settings=_shortened(each))
+    alike: dict[str, list[R]] = {}
+    for record in records:
+        alike.setdefault(line(dataclasses.replace(record, settings=())), []).append(record)
+    for some in alike.values():
+        yield dataclasses.replace(some[0], settings=_shortened([x for record in some for x in record.settings]))
 
 
 def _shortened(settings: Sequence[Mapping[str, bool]]) -> tuple[Mapping[str, bool], ...]:
@@ -181,8 +202,14 @@ def _rule(spec: Spec, flags: Mapping[str, bool]) -> RuleRecord:
     recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
     states = [
         StateRecord(
-            s.name, s.nonneg, s.space.name, s.init, s.normalized_by or "", rounds_to_nearest(recurrences[s.name]),
-            s.rank, coded_trait(s, recurrences[s.name]),
+            s.name,
+            s.nonneg,
+            s.space.name,
+            s.init,
+            s.normalized_by or "",
+            rounds_to_nearest(recurrences[s.name]),
+            s.rank,
+            coded_trait(s, recurrences[s.name]),
         )
         for s in spec.present(flags)
     ]
@@ -217,12 +244,16 @@ def steps(spec: Spec, maths: Maths, pool: Pool, named: str = "kernel_scalars") -
     for s in kernel_text.rule_kernels(spec, maths).settings:
         make = partial(host.scalars_function, kernel_text.host_program(s.step), kernel_text.unpack_of(spec))
         function: Any = Name(pool.add(named, make))
+        scalars = [let.name for let in s.step.host]
+        stages = [_stage(x, name, nonneg, scalars) for x, name in zip(s.step.stages, s.kernels, strict=True)]
+        if len(stages) == 1 and stages[0].scalars == tuple(range(len(scalars))):
+            stages = [dataclasses.replace(stages[0], scalars=())]
         step = Rule(
             settings=(s.flags,),
-            scalars=tuple(let.name for let in s.step.host),
+            scalars=len(scalars),
             host=function,
-            temps=tuple(_temp(s.step, b) for b in s.step.temps),
-            stages=tuple(_stage(x, name, nonneg) for x, name in zip(s.step.stages, s.kernels, strict=True)),
+            temps=_temps(s.step.temps, stages),
+            stages=tuple(stages),
             early=s.step.early,
             strict=maths == "strict",
         )
@@ -230,83 +261,83 @@ def steps(spec: Spec, maths: Maths, pool: Pool, named: str = "kernel_scalars") -
     return tuple(_merged(found))
 
 
-def _shared(found: Sequence[Rule | RuleRecord], taken: str) -> tuple[list[str], list[Any]]:
-    """Return constants for what several records have alike, as lines of text, and the records with their names.
+def _temps(buffers: Iterable[Buffer], stages: Sequence[records.Stage]) -> dict[str, tuple[str, ...]]:
+    """Return space -> names of the values that stages leave for one another, but for those of `Rule.temps`' rule."""
+    usual = {x: s.space for s in reversed(stages) for x in s.stores}
+    usual |= {x: x.partition("_")[0] for s in stages for x in s.summed}
+    out: dict[str, tuple[str, ...]] = {}
+    for b in buffers:
+        space = WIDE if b.space == spaces.elem and b.dtype is dtypes.f32 else b.space.name
+        if usual[b.name] != space:
+            out[space] = (*out.get(space, ()), b.name)
+    return out
 
-    taken  the name of the class
-    """
-    every = [(k, x) for record in found for k, x in _shareable(record)]
-    counts = Counter(line(x) for _, x in every)
-    names: dict[str, str] = {" " * k: x for k, x in enumerate(("RULES", "STRICT", "STEPS", taken))}
-    lines: list[str] = []
-    for wanted, x in every:
+
+class _Constants:
+    """Constants of a module, one for each text, as lines; `taken`: names that they may not have."""
+
+    def __init__(self, taken: Collection[str]) -> None:
+        self.taken, self.names, self.lines = {*taken}, dict[str, str](), list[str]()
+
+    def name(self, wanted: str, x: Any) -> Any:
+        """Return the name of the constant of a value."""
         text = line(x)
-        if counts[text] > 1 and len(text) > 40 and text not in names:
-            names[text] = unique(wanted, {*names.values()})
-            lines += written(f"{names[text]} = ", x)
+        if text not in self.names:
+            self.names[text] = unique(wanted, {*self.taken, *self.names.values()})
+            self.lines += written(f"{self.names[text]} = ", x)
+        return Name(self.names[text])
 
-    def name(x: Any) -> Any:
-        return Name(names[line(x)]) if line(x) in names else x
+    def rule(self, record: RuleRecord) -> RuleRecord:
+        """Return a record with the name of its states."""
+        return dataclasses.replace(record, states=self.name("STATES", record.states) if record.states else ())
 
-    short = []
-    for record in found:
-        changes = {k: name(getattr(record, k)) for k in _SHARED if hasattr(record, k)}
-        if isinstance(record, Rule):
-            changes["stages"] = tuple(map(name, record.stages))
-        short.append(dataclasses.replace(record, **changes))
-    return lines, short
+    def step(self, record: Rule) -> Rule:
+        """Return a record with the names of its stages."""
+        return dataclasses.replace(record, stages=tuple(self.name(s.kernel.upper(), s) for s in record.stages))
 
 
-_SHARED = "scalars", "states", "temps"
-
-
-def _shareable(record: Rule | RuleRecord) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a record that others may have too, each with a name for it."""
-    yield from ((k.upper(), getattr(record, k)) for k in _SHARED if hasattr(record, k))
-    if isinstance(record, Rule):
-        yield from ((stage.kernel.upper(), stage) for stage in record.stages)
-
-
-def _temp(step: Step, b: Buffer) -> Temp:
-    """Return the record of a value that one stage leaves for later ones."""
-    if b.role != "partial":
-        return Temp(b.name, b.space.name, wide=b.space == spaces.elem and b.dtype is dtypes.f32)
-    (source,) = {s.space.name for s in step.stages if b.name in {x.name for x in s.schedule.partials}}
-    return Temp(b.name, b.space.name, b.reduction, source)
-
-
-def _stage(stage: Stage, kernel: str, nonneg: Collection[str]) -> records.Stage:
-    """Return the record of a stage; `nonneg`: states of which no value is negative."""
-    program, sweep = stage.schedule.program, stage.schedule.sweep
-    if stage.call not in ("", "whole"):
-        (buffer,) = program.buffers
-        (call,) = (n for n in postorder(program.roots()) if n.op == "call")
-        given = tuple(a.attr for a in call.args[1:])
-        return records.Stage(kernel, "call", stage.level, stage.scalars, temps=(buffer.name,), given=given)
+def _stage(stage: Stage, kernel: str, nonneg: Collection[str], scalars: Sequence[str]) -> records.Stage:
+    """Return the record of a stage; `nonneg`: states of which no value is negative; `scalars`: names of the step's."""
+    schedule, sweep = stage.schedule, stage.schedule.sweep
+    if stage.call == "whole":
+        return _whole(schedule, kernel, stage.scalars)
     if stage.call:
-        results = tuple(s.buffer for s in sweep.stores)
-        temps, extents = tuple(x for x in results if program.buffer(x).role == "temp"), matrices.extents(stage.schedule)
-        return records.Stage(
-            kernel, "whole", stage.level, stage.scalars, temps, reads=tuple(sweep.reads), stores=results,
-            extents=tuple(extents),
-        )  # fmt: skip
-    stored = triton_text.stored(stage.schedule)
-    needs = [(s.buffer, {*loads([s.node])}) for s in stored if s.buffer in nonneg and stage.is_sweep]
+        return _call(schedule.program, kernel, scalars)
+    stored = triton_text.stored(schedule)
+    states = [s for s in stored if schedule.program.buffer(s.buffer).role != "temp"]
+    positive = [s for s in states if s.buffer in nonneg]
+    needs = loads([s.node for s in positive]) if stage.is_sweep else []
     return records.Stage(
         kernel,
         stage.space.name,
-        stage.level,
         stage.scalars,
-        temps=tuple(b.name for b in program.buffers if b.role in ("temp", "partial") and b.writes),
-        matrices=any(b.space.name in ("row", "col", "mat") for b in program.buffers),
         reads=tuple(sweep.reads),
         stores=tuple(s.buffer for s in stored),
-        sums=tuple((_kind(stage, t), tuple(b.name for b in t.partials)) for t in triton.terms(stage.schedule)),
-        extents=tuple(triton.sizes(program)),
-        plus=tuple(s.buffer for s in stored if is_plus(s.node, nonneg)),
-        picked=tuple(s.buffer for s in stored if s.node.op not in ARITHMETIC),
-        needs=tuple((state, tuple(x for x in sweep.reads if x in read)) for state, read in needs),
+        sums=tuple((_kind(stage, t), tuple(b.name for b in t.partials)) for t in triton.terms(schedule)),
+        extents=tuple(triton.sizes(schedule.program)),
+        zeros=tuple(s.buffer for s in positive if not is_plus(s.node, nonneg)),
+        picked=tuple(s.buffer for s in states if s.node.op not in ARITHMETIC),
+        needs=tuple(x for x in sweep.reads if x in needs),
     )
+
+
+def _whole(schedule: Schedule, kernel: str, scalars: tuple[int, ...]) -> records.Stage:
+    """Return the record of a function of whole matrices in the rule's module."""
+    reads, stores = tuple(schedule.sweep.reads), tuple(s.buffer for s in schedule.sweep.stores)
+    return records.Stage(
+        kernel, "whole", scalars, reads=reads, stores=stores, extents=tuple(matrices.extents(schedule))
+    )  # fmt: skip
+
+
+def _call(program: Program, kernel: str, scalars: Sequence[str]) -> records.Stage:
+    """Return the record of a call of a function of matrices."""
+    (buffer,) = program.buffers
+    (call,) = (n for n in postorder(program.roots()) if n.op == "call")
+    given = [a.attr for a in call.args[1:]]
+    return records.Stage(
+        kernel, "call", tuple(scalars.index(x) for x in given if isinstance(x, str)),
+        given=tuple(None if isinstance(x, str) else x for x in given), stores=(buffer.name,),
+    )  # fmt: skip
 
 
 def _kind(stage: Stage, term: triton.Term) -> str:
@@ -322,25 +353,31 @@ def rule_text(spec: Spec, maths: Maths) -> str:
 
 def rule_lines(spec: Spec, maths: Maths) -> tuple[list[str], list[str], list[str]]:
     """Return the names that a rule's records import from optgen.runtime, their other imports, and their text."""
-    found, pool = _rules(spec), Pool()
-    exact = steps(spec, "strict", pool, "host_scalars")
-    made = () if maths == "strict" else steps(spec, maths, pool)
-    temps = any(step.temps for step in (*exact, *made))
-    names = ["Rule", "RuleRecord", "Stage", "StateRecord", *(["Temp"] if temps else []), "by_flags"]
+    pool, constants = Pool(), _Constants(("RULES", "STEPS", "STRICT", spec.class_name))
+    rules, made = tuple(map(constants.rule, _rules(spec))), tuple(map(constants.step, steps(spec, maths, pool)))
+    body = _functions("# Scalars at a step, in fp64, with the new host states behind them.", pool.functions)
+    body += ["", "", "# The states, and the kernels.", *constants.lines]
+    body += ["", "# The states under each setting of the flags."]
+    body += written("RULES = ", Call("by_flags", (_usual(spec), *rules)))
+    body += ["", f"# The steps of kernels, in {maths} maths{_rounding(spec, maths)}."]
+    body += written("STEPS = ", made)
+    if maths == "strict":
+        body += ["STRICT = STEPS"]
+    else:
+        known, constants.lines = len(pool.functions), []
+        strict = tuple(map(constants.step, steps(spec, "strict", pool, "host_scalars")))
+        title = "# The same steps in strict maths, as the eager reference makes them."
+        body += _functions(title, pool.functions[known:]) + ["", ""] * (len(pool.functions) > known)
+        body += [*constants.lines, *written("STRICT = ", strict)]
     called = host.needs(pool.functions)
     imports = [wrapper.imported(called, "optgen.runtime.records.scalars")] if called else []
-    body = ["", "", "# Scalars at a step, in fp64, with the new host states behind them."]
-    texts = [columns.python("\n".join(function)).split("\n") for function in pool.functions]
-    body += [line for text in texts for line in ("", "", *text)][2:]
-    constants, short = _shared([*found, *exact, *made], spec.class_name)
-    body += ["", "", *(["# What several of the records below have.", *constants, ""] if constants else [])]
-    body += ["# The states, and what of them a step makes."]
-    body += written("RULES = ", Call("by_flags", (_usual(spec), *short[: len(found)])))
-    body += ["", "# The step in strict maths, as the eager reference makes it."]
-    body += written("STRICT = ", tuple(short[len(found) : len(found) + len(exact)]))
-    body += ["", f"# The step of kernels, in {maths} maths{_rounding(spec, maths)}."]
-    body += written("STEPS = ", tuple(short[len(found) + len(exact) :])) if made else ["STEPS = STRICT"]
-    return names, imports, body
+    return ["Rule", "RuleRecord", "Stage", "StateRecord", "by_flags"], imports, body
+
+
+def _functions(title: str, functions: Iterable[Sequence[str]]) -> list[str]:
+    """Return functions under a title, as lines of text."""
+    texts = [columns.python("\n".join(function)).split("\n") for function in functions]
+    return ["", "", title, *[line for text in texts for line in ("", "", *text)][2:]]
 
 
 def _rounding(spec: Spec, maths: Maths) -> str:
@@ -421,35 +458,66 @@ def whole_work(fmt: Format, maths: Maths) -> WholeWork | None:
     if all(f.space == "elem" for f in fmt.fields().values()):
         return None
     made = lower_codec(fmt)
-    reading = [passes.step(p, maths) for p in (made.decode, made.root) if p is not None]
-    writing = [passes.step(p, maths) for p in (made.nearest, made.encode) if p is not None]
-    before = {tuple(s.buffer for s in x.schedule.sweep.stores): x for step in reading for x in step.stages[:-1]}
-    first, *between, _ = writing[0].stages
+    reading, writing = _steps(maths, made.decode, made.root), _steps(maths, made.nearest, made.encode)
     names = {k or CODE: name for k, name in zip(made.fields, _names(fmt), strict=True)}
-    reads = dict.fromkeys([k for k in names if any(k in s.sweeps[-1].schedule.sweep.reads for s in reading)])
-    reads |= dict.fromkeys(x for s in reading for x in s.sweeps[-1].schedule.sweep.reads)
-    given = dict.fromkeys(x for s in writing for x in s.sweeps[-1].schedule.sweep.reads if x != X)
+    taken = _last_reads(reading)
+    reads = tuple(dict.fromkeys([*(k for k in names if k in taken), *taken]))
+    given = tuple(x for x in _last_reads(writing) if x != X)
+    vectors = _vectors(made.fields, reads)
     # A vector that reading needs is replaced when the new value is stored; all others as soon as they are made.
-    kept = {k: f"new_{name}" for k, name in names.items() if made.fields.get(k) and k in reads and k != CODE}
-    kept = {k: name for k, name in kept.items() if made.fields[k].space != "elem"}
-    new = {b.name: f"new_{b.name}" for b in writing[0].temps} | {k: names[k] for k in names} | kept
-    temps = [_temp(step, b) for step in reading[:1] for b in step.temps]
-    temps += [dataclasses.replace(t, name=new[t.name]) for t in (_temp(writing[0], b) for b in writing[0].temps)]
-    temps += [Temp(name, made.fields[k].space) for k, name in kept.items()]
-    old = {b.name: b.name for step in reading for b in step.temps} | names
-    stages = [_stage(s, f"small_{k}", ()).renamed(lambda x: old.get(x, x)) for k, s in enumerate(before.values(), 1)]
-    following = enumerate(between, len(stages) + 1)
-    made_by = [_stage(s, f"small_{k}", ()).renamed(lambda x: new.get(x, x)) for k, s in following]
+    kept = {k: f"new_{names[k]}" for k in vectors}
+    new = {b.name: f"new_{b.name}" for b in writing[0].temps} | names | kept
+    before = _before(reading)
+    first, *between, _ = writing[0].stages
     record = Whole(
-        decode=tuple(old[x] for x in reads),
-        encode=tuple(new[x] for x in given),
-        sums=_stage(first, "", ()).renamed(lambda x: new.get(x, x)).sums,
-        before=tuple(stages),
-        between=tuple(made_by),
-        temps=tuple(temps),
-        kept=tuple((names[k], name, made.fields[k].space) for k, name in kept.items()),
+        decode=tuple(names.get(x, x) for x in reads),
+        encode=tuple(map(new.__getitem__, given)),
+        sums=_small(first, 0, new).sums,
+        before=_numbered(before, 1, names),
+        between=_numbered(between, len(before) + 1, new),
+        temps=(*_temps_of(reading[0]), *_temps_of(writing[0], "new_"), *map(Temp, kept.values(), vectors.values())),
+        kept=tuple((names[k], kept[k], space) for k, space in vectors.items()),
     )
-    return WholeWork(record, tuple(reads), tuple(given), tuple(s.schedule for s in (*before.values(), *between)))
+    return WholeWork(record, reads, given, tuple(s.schedule for s in (*before, *between)))
+
+
+def _steps(maths: Maths, *programs: Program | None) -> list[Step]:
+    return [passes.step(p, maths) for p in programs if p is not None]
+
+
+def _last_reads(steps: Iterable[Step]) -> list[str]:
+    """Return the buffers that the last sweeps of steps read."""
+    return list(dict.fromkeys(x for step in steps for x in step.sweeps[-1].schedule.sweep.reads))
+
+
+def _before(steps: Iterable[Step]) -> list[Stage]:
+    """Return the small work before the last sweeps of steps, of which equal stores are one."""
+    found = {tuple(s.buffer for s in x.schedule.sweep.stores): x for step in steps for x in step.stages[:-1]}
+    return list(found.values())
+
+
+def _vectors(fields: Mapping[str, format.Field], reads: Collection[str]) -> dict[str, str]:
+    """Return field -> space of those with few values that reading needs."""
+    return {k: f.space for k, f in fields.items() if k and f.space != "elem" and k in reads}
+
+
+def _temps_of(step: Step, prefix: str = "") -> Iterator[Temp]:
+    """Yield the records of the values that stages leave for later ones."""
+    sources = {b.name: s.space.name for s in step.stages for b in s.schedule.partials}
+    return (Temp(prefix + b.name, b.space.name, b.reduction, sources.get(b.name, "")) for b in step.temps)
+
+
+def _numbered(stages: Iterable[Stage], first: int, names: Mapping[str, str]) -> tuple[records.Stage, ...]:
+    return tuple(_small(stage, k, names) for k, stage in enumerate(stages, first))
+
+
+def _small(stage: Stage, number: int, names: Mapping[str, str]) -> records.Stage:
+    """Return the record of small work, with other names of what it reads and stores."""
+    buffers = stage.schedule.program.buffers
+    temps = tuple(b.name for b in buffers if b.role in ("temp", "partial") and b.writes)
+    by_rows = any(b.space.name in ("row", "col", "mat") for b in buffers)
+    made = dataclasses.replace(_stage(stage, f"small_{number}", (), ()), temps=temps, matrices=by_rows, picked=())
+    return made.renamed(lambda x: names.get(x, x))
 
 
 def _field(name: str, f: format.Field) -> Field:

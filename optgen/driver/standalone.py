@@ -136,10 +136,11 @@ class _Records:
         assert v.rule is not None
         host: Any = Name(v.rule.host.__name__)
         stages = tuple(self._name("STAGE", s) for s in v.rule.stages)
-        rule = replace(v.rule, host=host, stages=stages, settings=(), early=())
+        rule = replace(v.rule, host=host, stages=stages, settings=(), temps={}, early=())
+        temps = tuple(self._name("TEMP", t) for t in v.temps)
         fields = tuple(self._name("FIELD", f) for f in v.fields)
-        of: Any = {"fields": fields, "rule": self._name("RULE", rule), "eager": self._name("KEPT", v.eager)}
-        return replace(v, temps=(), stages=(), stochastic=False, rows=False, **of)
+        of: Any = {"fields": fields, "temps": temps, "eager": self._name("KEPT", v.eager)}
+        return replace(v, stages=(), rows=False, rule=self._name("RULE", rule), **of)
 
     def lines(self) -> Iterator[str]:
         for name, record in self.shared.values():
@@ -157,7 +158,7 @@ def _sweep(variant: Variant, device: ModuleType) -> Any:
         return None
     (stage,) = variant.single.stages
     found = join.sweep(variant, stage, join.Frame.of(variant, device))
-    usual = stage.scalars == tuple(range(len(variant.single.scalars))) and stage.reads[:2] == ("p", "g")
+    usual = stage.scalars == tuple(range(variant.single.scalars)) and stage.reads[:2] == ("p", "g")
     odd = found.tables or found.extents or eager.draws or found.taken < len(found.values)
     return found if usual and not odd else None
 

@@ -142,7 +142,7 @@ class SingleFile(torch.optim.Optimizer):
         fields = {f: state[f].view(shape) if f in alike else state[f] for f in variant.names}
         dims = column_dims(variant.matrix, p.shape) if variant.has_axes else None
         x = Tensors(w.view(shape), g.view(shape), fields, dims=dims, stream=stream)
-        for t in variant.rule.temps:
+        for t in variant.temps:
             dtype = torch.bfloat16 if t.space == "elem" and not t.wide else torch.float32
             of = x.p.shape if t.space == "elem" else few_shape(t.space, x)
             x.temps[t.name] = torch.empty(of, dtype=dtype, device=p.device)
@@ -170,10 +170,10 @@ class OfMatrices(SingleFile):
     def _on_host(self, variant: Variant, stage: Stage, x: Tensors, numbers: Sequence[float], key: int) -> None:
         """Call a function, and keep what it returns; states in 8 bits are decoded before and encoded after it."""
         if stage.space == "call":
-            assert variant.rule is not None
-            named: dict[Any, float] = dict(zip(variant.rule.scalars, numbers, strict=False))
             value = x.temps[stage.temps[0]]
-            made = getattr(HERE, stage.kernel)(as_matrices(value), *(float(named.get(k, k)) for k in stage.given))
+            scalars_left = iter(stage.scalars)
+            given = (numbers[next(scalars_left)] if x is None else x for x in stage.given)
+            made = getattr(HERE, stage.kernel)(as_matrices(value), *given)
             value.copy_(made.view(value.shape))
             return
         kept, lead = variant.eager, x.p.shape[:-2]

@@ -11,7 +11,6 @@ import builtins
 import contextlib
 import io
 import linecache
-import textwrap
 import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -188,15 +187,6 @@ class SpecSource:
         for x in (*plain.args.args, *plain.args.kwonlyargs):
             x.annotation = None
         return ast.unparse(plain)
-
-    @property
-    def body(self) -> tuple[str, ...]:
-        """The lines of the function as the author wrote them, without its head and docstring, from column 0."""
-        head = self.node.body[0]
-        documented = isinstance(head, ast.Expr) and isinstance(head.value, ast.Constant)
-        first, last = span_of(head)[2] + 1 if documented else head.lineno, span_of(self.node)[2]
-        rows = [linecache.getline(self.file, k) for k in range(first, last + 1)]
-        return tuple(textwrap.dedent("".join(rows)).strip("\n").split("\n"))
 
     @cached_property
     def statements(self) -> tuple[Statement, ...]:

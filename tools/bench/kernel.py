@@ -26,7 +26,6 @@ import torch
 
 import optgen.optim
 from optgen.runtime.cpu import cpu, native
-from optgen.runtime.layout import workspace
 from tools.bench.race import Race, run_races
 
 SIZES = (98304, 29999104)
@@ -73,12 +72,10 @@ def recorded(optimizer: str, plan: str, numel: int, param: torch.dtype) -> Itera
 
     def recording(library: ctypes.CDLL, bucket: Any) -> Any:
         step = found(library, bucket)
-        if isinstance(step, native.Unavailable):
-            raise SystemExit(f"kernel: {step}")
-        if bucket.variant.temps or workspace.reduced(bucket.variant):
+        if bucket.variant.temps or bucket.variant.reduced:
             raise SystemExit(f"kernel: {optimizer} takes several stages; this times kernels of one")
         jobs.append(cpu.job(bucket.plan, bucket.variant, bucket.grad_dtype))
-        width = len(cpu.expected(bucket.variant, bucket.grad_dtype)[3:]) // 2 + 6
+        width = len(bucket.variant.fields) + 8
 
         def call(table: int, tensors: int, scalars: Any, key: int, threads: int) -> int:
             rows = (ctypes.c_int64 * (tensors * width)).from_address(table)

@@ -23,7 +23,7 @@ import torch
 
 from optgen.runtime.cpu import join, native
 from optgen.runtime.layout import workspace
-from optgen.runtime.records import EIGHT, MATRICES, Field, Variant, dtype_name
+from optgen.runtime.records import Variant, dtype_name
 from optgen.runtime.records.join import Pair
 from optgen.runtime.work import staged
 from optgen.runtime.work.bucket import Bucket
@@ -71,43 +71,13 @@ def kernels(buckets: Sequence[Bucket]) -> list[Step | native.Unavailable]:
     ]
 
 
-def _function(library: ctypes.CDLL, bucket: Bucket) -> Step | native.Unavailable:
-    """The step; Unavailable where the kernel was generated for other tables than those that were imported."""
-    layout = library.optgen_layout
-    layout.restype, layout.argtypes = ctypes.POINTER(ctypes.c_int32), ()
-    variant, said = bucket.variant, layout()
-    wanted = expected(variant, bucket.grad_dtype)
-    if [said[k] for k in range(3)] != wanted[:3] or [said[k] for k in range(len(wanted))] != wanted:
-        return native.Unavailable(f"{variant.function} was generated again since {bucket.plan.name} was imported")
+def _function(library: ctypes.CDLL, bucket: Bucket) -> Step:
     function = library.optgen_stages if bucket.in_parts else library.optgen_step
     function.restype = ctypes.c_int32
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
     if bucket.in_parts:
         function.argtypes = (*function.argtypes, ctypes.c_int32, ctypes.c_int32)
     return function
-
-
-KINDS = ("elem", "block", "row", "col", "mat", "tensor", "eight", "axis")
-"""The spaces of which a column has one entry each, as kernels number them; 8 more for partial results."""
-
-
-def _kind(space: str) -> int:
-    """Return the number of a space; each tensor has its own copy of a value of the model, and no kernel reads matrices.
-    """
-    return KINDS.index("tensor" if space == "model" or space in MATRICES else space)
-
-
-def _kind_of(field: Field) -> int:
-    return KINDS.index("eight" if field.per == EIGHT else "block") if field.per > 1 else _kind(field.space)
-
-
-def expected(variant: Variant, grad: torch.dtype) -> list[int]:
-    """Return the `layout` (see optgen.h) of a kernel that was generated for the tables of this variant."""
-    columns = [(getattr(torch, variant.param).itemsize, 0), (grad.itemsize, 0)]
-    columns += [(f.torch_dtype.itemsize * f.width, _kind_of(f)) for f in variant.fields]
-    columns += [(2 if t.space == "elem" and not t.wide else 4, _kind(t.space)) for t in variant.temps]
-    columns += [(4, KINDS.index(t.space) + 8) for t in workspace.reduced(variant)]
-    return [variant.host[1], variant.block, len(columns), *(x for column in columns for x in column)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def dense_copies(variant: Variant, shape: torch.Size) -> int:
     straddling = any(columns % s.block for s in sweeps)
     if not sweeps or len(shape) < 3 or not (straddling or columns < NARROW):
         return 0
-    from_elements = {t.name for t in workspace.reduced(variant)}
+    from_elements = {t.name for t in variant.reduced}
     return max(1, *(len(from_elements.intersection(s.temps)) for s in sweeps))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
-from optgen.runtime.records import EIGHT, MATRICES, Eager, Field, Rule, Stage, Temp, Variant
+from optgen.runtime.records import EIGHT, MATRICES, Eager, Field, Rule, Stage, Variant
 from optgen.runtime.records.keys import draw_salt
 
 KERNEL = "kernel"
@@ -16,30 +17,10 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
 
     The columns are p, g and the fields in their order, as a row of the table has them (optgen/runtime/cpu/cpp/sweep.h).
     """
-    eager, (stage,) = variant.eager, rule.stages
-    stores = [x for x in stage.stores if x not in eager.still]
+    (stage,) = rule.stages
+    stores = variant.stored_by(stage)
     states = [x for x in dict.fromkeys((*stage.reads, *stage.stores)) if x not in ("p", "g")]
-    dealt = [*(x for x in eager.noise if x != "p"), "p"]
-    owners = ["p", "g", *(f.owner for f in variant.fields)]
-    values = []
-    for owner in ("p", *states):
-        if owner in eager.draws:
-            values.append(_drawn(owner, states.index(owner), variant.block))
-            continue
-        codec = _encoding(eager, owner, owner in stores)
-        first = owners.index(owner)
-        base = eager.relative.get(owner)
-        given = [
-            codec,
-            str(states.index(owner) if owner != "p" else len(states)),
-            str(0 if owner == "p" else first),
-            "P" if owner == "p" else str(dealt.index(owner)) if owner in dealt else "P",
-            str(-1 if base is None else states.index(base)),
-            str(owner in stores).lower(),
-            str(owner in variant.nonneg and owner not in stage.plus).lower(),
-            str(2 if owner == "p" else first + 1),
-        ]
-        values.append(f"Value<{', '.join(given)}>")
+    values = [_value(variant, stage, owner, states, owner in stores) for owner in ("p", *states)]
     written = [True, False, *(f.owner in stores for f in variant.fields)]
     columns = [_column_of(variant, name)[:-1] for name in ("p", "g", *variant.names)]
     return "\n".join(
@@ -51,7 +32,7 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
             text,
             f"static_assert({stage.kernel}::SCALARS == {len(stage.scalars)});",
             "template <class Grad> struct Layout {",
-            f"    static constexpr int BLOCK = {variant.block}, SCALARS = {len(rule.scalars)};",
+            f"    static constexpr int BLOCK = {variant.block}, SCALARS = {rule.scalars};",
             f"    static constexpr int ORDER[] = {{{', '.join(map(str, (*stage.scalars, 0)))}}};",
             f"    static constexpr auto NOISE = dealt({{{', '.join(_wants(variant))}}});",
             "    static constexpr Column COLUMNS[] = {",
@@ -65,6 +46,31 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
             "",
         ]
     )
+
+
+def _value(variant: Variant, stage: Stage, owner: str, states: Sequence[str], stored: bool) -> str:
+    """Return a value of a step that is one sweep: its codec, places, random bits, base, and what is done to it."""
+    eager = variant.eager
+    if owner in eager.draws:
+        return _drawn(owner, states.index(owner), variant.block)
+    codec = _encoding(eager, owner, stored)
+    if owner == "p":
+        return f"Value<{codec}, {len(states)}, 0, P, -1, {str(stored).lower()}, false, 2>"
+    place = ["p", "g", *(f.owner for f in variant.fields)].index(owner)
+    base = states.index(eager.relative[owner]) if owner in eager.relative else -1
+    flags = f"{str(stored).lower()}, {str(_may_be_negative_zero(variant, stage, owner)).lower()}"
+    return f"Value<{codec}, {states.index(owner)}, {place}, {_bits(eager, owner)}, {base}, {flags}, {place + 1}>"
+
+
+def _bits(eager: Eager, owner: str) -> str:
+    """Return which random bits a value takes: their number among those of states, or "P"."""
+    dealt = [x for x in eager.noise if x != "p"]
+    return str(dealt.index(owner)) if owner in dealt else "P"
+
+
+def _may_be_negative_zero(variant: Variant, stage: Stage, owner: str) -> bool:
+    """Return True for a nonnegative state whose zeros have to be made +0 before they are stored."""
+    return owner in variant.nonneg and (owner not in stage.stores or owner in stage.zeros)
 
 
 def _drawn(name: str, place: int, block: int) -> str:
@@ -91,24 +97,18 @@ _EXTENTS = ("rows", "columns", "elements")
 
 def steps_source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
     """Return the text of a step of several stages, from the texts of its rule and of its plan's codecs."""
-    names = ["p", "g", *variant.names, *(t.name for t in variant.temps)]
-    reduced = [t for t in variant.temps if t.source == "elem"]
-    columns = [_column_of(variant, name) for name in names]
-    columns += [f"{{4, {_KINDS[t.space]} + 8}}" for t in reduced]
     kernels = [(own, stage) for own, stage in zip(variant.stages, rule.stages, strict=True) if not stage.on_host]
     noise = ", ".join(_wants(variant))
     lines = ['#include "steps.h"', "namespace {", f"constexpr int WIDEST = {variant.block};", codecs, text]
     for k, (own, stage) in enumerate(kernels):
-        lines += _Stage(variant, own, stage, names, reduced, noise).lines(k, text)
+        lines += _Stage(variant, own, stage, noise).lines(k, text)
     return "\n".join(
         [
             *lines,
             f"template <class Grad> struct {KERNEL} {{",
             "    typedef void staged;",
-            f"    static constexpr int SCALARS = {len(rule.scalars)}, BLOCK = {variant.block};",
-            "    static constexpr StageColumn COLUMNS[] = {",
-            *(f"        {column}," for column in columns),
-            "    };",
+            f"    static constexpr int SCALARS = {rule.scalars}, BLOCK = {variant.block};",
+            f"    static constexpr int ADDRESSES = {len(variant.columns) + len(variant.reduced)};",
             "    static constexpr Stage STAGES[] = {",
             *(f"        stage<stage_{k}<Grad>>()," for k in range(len(kernels))),
             "    };",
@@ -152,25 +152,33 @@ def _kind(field: Field) -> str:
 class _Stage:
     """The text of one stage of a variant; `own` is its record in the blocks of the plan, `stage` that of the rule."""
 
-    def __init__(
-        self, variant: Variant, own: Stage, stage: Stage, names: Sequence[str], reduced: Sequence[Temp], noise: str
-    ) -> None:
-        self.variant, self.own, self.stage, self.names, self.noise = variant, own, stage, names, noise
+    def __init__(self, variant: Variant, own: Stage, stage: Stage, noise: str) -> None:
+        self.variant, self.own, self.stage, self.noise = variant, own, stage, noise
         self.eager = variant.eager
         self.temps = {t.name: t for t in variant.temps}
-        self.spaces = {f.name: f.space for f in variant.fields} | {t.name: t.space for t in variant.temps}
-        self.partial = {t.name: len(names) + k for k, t in enumerate(reduced)}
-        self.stores = set() if stage.reduces else {x for x in stage.stores if x not in self.eager.still}
-        self.sums = {} if stage.reduces else {names[0]: names for _, names in stage.sums}
-        for x, (_, temps) in zip(stage.reduces, stage.sums, strict=False):
-            self.sums[x] = (*self.sums.get(x, ()), *temps)
+        self.partial = {t.name: len(variant.columns) + k for k, t in enumerate(variant.reduced)}
+        self.stores = set(variant.stored_by(stage))
         taken = dict.fromkeys((*stage.reads, *stage.stores, *(names[0] for _, names in self.walk().sums)))
         self.given = [x for x in taken if x not in ("p", "g")]
-        owners = variant.owners_in(stage)
-        self.bases = [x for x in owners if x not in taken]
-        self.reads = {x for x in stage.reads if x not in stage.absent}
-        self.reads |= {base for x, base in self.eager.relative.items() if x in owners}
+        self.bases = [x for x in variant.owners_in(stage) if x not in taken]
         self.places: list[str] = []
+
+    @cached_property
+    def sums(self) -> dict[str, tuple[str, ...]]:
+        """Value whose array is summed -> the temps that it is reduced to: the first of these, or what is reduced."""
+        if not self.stage.reduces:
+            return {names[0]: names for _, names in self.stage.sums}
+        out: dict[str, tuple[str, ...]] = {}
+        for x, (_, temps) in zip(self.stage.reduces, self.stage.sums, strict=True):
+            out[x] = (*out.get(x, ()), *temps)
+        return out
+
+    @cached_property
+    def reads(self) -> set[str]:
+        """The values that the stage reads, those that others are divided by among them."""
+        owners = self.variant.owners_in(self.stage)
+        bases = {base for x, base in self.eager.relative.items() if x in owners}
+        return bases.union(x for x in self.stage.reads if x not in self.stage.absent)
 
     def walk(self) -> Stage:
         """The stage, or the sweep of which it is the first walk: its function has that one's sums, too."""
@@ -181,7 +189,7 @@ class _Stage:
     def lines(self, number: int, text: str) -> list[str]:
         """The layout, the rule's part and the alias `stage_<number>`; `text`: of the rule."""
         stage = self.stage
-        weight = self.owned("p") if "p" in self.reads or "p" in self.stores else []
+        weight = self.variant.read_from("p") if "p" in self.reads or "p" in self.stores else []
         flags = "p" in self.reads, "p" in self.stores
         for name in weight[:1]:
             self.place(name, *flags)
@@ -215,39 +223,26 @@ class _Stage:
 
     def rule(self, number: int, count: int, text: str) -> list[str]:
         """The struct that keeps a stage's scalars and calls the rule's function, or that of a state's codec."""
-        kernel = self.stage.kernel
+        kernel, stage = self.stage.kernel, self.stage
         if f"\nstruct {kernel} {{" in text:
             return [f"using rule_{number} = {kernel};"]  # of a rule of one sweep
-        if self.stage.state:
-            kernel = f"{self.eager.codecs[self.stage.state]}_fields::{kernel}"
+        if stage.state:
+            kernel = f"{self.eager.codecs[stage.state]}_fields::{kernel}"
         scalars, values = [f"s{k}" for k in range(count)], [f"a{k}" for k in range(len(self.given))]
         kinds = [f"A{k}" for k in range(len(self.given) + len(self.bases))]
-        given = [*(x for x in ("p", "g") if x in self.stage.reads), *scalars, *values]
-        call = f"{kernel}({', '.join(given)});"
+        call = f"{kernel}({', '.join([*(x for x in ('p', 'g') if x in stage.reads), *scalars, *values])});"
         taken = ["F p", "F g", *(f"{kind} &{name}" for kind, name in zip(kinds, values, strict=False))]
         taken += [f"{kind} &" for kind in kinds[len(values) :]]
         return [
             f"struct rule_{number} : StageRule {{",
             f"    static constexpr int SCALARS = {count};",
-            *([f"    const F {', '.join(scalars)};"] if scalars else []),
-            f"    explicit rule_{number}(const float *scalars)"
-            + (" : " if scalars else "")
-            + ", ".join(f"{x}(scalars[{k}])" for k, x in enumerate(scalars))
-            + " {}",
+            *_constructor(number, scalars),
             *([f"    template <{', '.join(f'class {x}' for x in kinds)}>"] if kinds else []),
             f"    F step({', '.join(taken)}) const {{",
-            *([f"        return {call}"] if "p" in self.stage.stores else [f"        {call}", "        return p;"]),
+            *([f"        return {call}"] if "p" in stage.stores else [f"        {call}", "        return p;"]),
             "    }",
             "};",
         ]
-
-    def owned(self, owner: str) -> list[str]:
-        """The columns that keep a value: itself, its fields, or what its codec reads."""
-        if owner in self.eager.whole:
-            return [_suffixed(owner, x) for x in self.eager.whole[owner].decode]
-        if owner in self.temps:
-            return [owner]
-        return [*(["p"] if owner == "p" else []), *(f.name for f in self.variant.fields if owner in (f.owner, f.name))]
 
     def place(
         self, name: str, read: bool, written: bool, partial: int = -1, reduction: str = "NONE", source: int = -1
@@ -256,7 +251,7 @@ class _Stage:
         size = _column_of(self.variant, name)[1:-1]
         flags = f"{str(read).lower()}, {str(written).lower()}"
         source = len(self.places) if source < 0 else source
-        self.places.append(f"{{{self.names.index(name)}, {partial}, {size}, {flags}, {reduction}, {source}}}")
+        self.places.append(f"{{{self.variant.columns.index(name)}, {partial}, {size}, {flags}, {reduction}, {source}}}")
 
     def reduced(self, name: str, source: int) -> None:
         """Add the place of a temp that is reduced from the array of the place `source`."""
@@ -276,26 +271,26 @@ class _Stage:
         if x in eager.draws:
             return _drawn(x, number, self.own.block)
         written = x in self.stores or x in self.sums
-        dealt = [name for name in eager.noise if name != "p"]
-        drawn = str(dealt.index(x)) if x in dealt else "P"
         if x not in self.reads and not written:
             return f"Value<untouched, {number}, 0, P, -1, false>"
-        codec, base, plus = self.codec(x), "-1", False
-        for name in self.owned(x) if x in self.reads or x in self.stores else ():
-            vector = x in eager.whole and self.spaces[name] != "elem"
+        codec = self.codec(x)
+        self.add_places(x)
+        plus = x in eager.codecs and x not in eager.whole and _may_be_negative_zero(self.variant, self.stage, x)
+        base = [*self.given, *self.bases].index(eager.relative[x]) if x in eager.relative else -1
+        flags = f"{str(written).lower()}, {str(plus).lower()}"
+        return f"Value<{codec}, {number}, {at}, {_bits(eager, x)}, {base}, {flags}>"
+
+    def add_places(self, x: str) -> None:
+        """Add the places of what a value is kept in, encoded with and reduced to."""
+        whole = self.eager.whole.get(x)
+        for name in self.variant.read_from(x) if x in self.reads or x in self.stores else ():
+            vector = whole is not None and self.variant.spaces[name] != "elem"
             self.place(name, vector or x in self.reads, x in self.stores and not vector)
-        if x in eager.whole:
-            for name in eager.whole[x].encode if x in self.stores else ():
-                self.place(_suffixed(x, name), True, False)
-        elif x in eager.codecs:
-            plus = x in self.variant.nonneg and x not in self.stage.plus
+        for name in whole.encode if whole is not None and x in self.stores else ():
+            self.place(f"{x}_{name}", True, False)
         source = len(self.places)
         for name in self.sums.get(x, ()):
             self.reduced(name, source)
-        if x in eager.relative:
-            base = str([*self.given, *self.bases].index(eager.relative[x]))
-        flags = f"{str(written).lower()}, {str(plus).lower()}"
-        return f"Value<{codec}, {number}, {at}, {drawn}, {base}, {flags}>"
 
     def codec(self, x: str) -> str:
         """The codec of a value."""
@@ -303,7 +298,7 @@ class _Stage:
             return f"reduced<{_encoding(self.eager, x, False) if x in self.reads else 'untouched'}>"
         if x in self.eager.codecs:
             return _encoding(self.eager, x, x in self.stores)
-        space = self.spaces[x]
+        space = self.variant.spaces[x]
         if x in self.sums or (_KINDS[space] == _KINDS[self.stage.space] and space != "elem"):
             return "full_nearest"
         if space in ("row", "mat"):
@@ -313,5 +308,10 @@ class _Stage:
         return "upper_half" if x in self.temps and space == "elem" and not self.temps[x].wide else "full_nearest"
 
 
-def _suffixed(state: str, name: str) -> str:
-    return f"{state}_{name}" if name else state
+def _constructor(number: int, scalars: Sequence[str]) -> list[str]:
+    """Return the members of a struct that are scalars, and its constructor, as lines of text."""
+    head = f"    explicit rule_{number}(const float *scalars)"
+    if not scalars:
+        return [f"{head} {{}}"]
+    members = ", ".join(f"{x}(scalars[{k}])" for k, x in enumerate(scalars))
+    return [f"    const F {', '.join(scalars)};", f"{head} : {members} {{}}"]

@@ -33,9 +33,6 @@ from pathlib import Path
 
 from optgen.runtime.records.warn import tell, warn
 
-ABI = 3
-"""Number of the agreement between kernels and the runtime: the exported functions and the table's columns."""
-
 HEADERS = Path(__file__).resolve().parent / "cpp"
 
 FLAGS = (
@@ -68,7 +65,7 @@ class TimedOut(Unavailable):
     """The compiler ran for too long."""
 
 
-# -- what this machine has --------------------------------------------------------------------------------
+# -- what this machine has
 
 
 @dataclass(frozen=True)
@@ -211,7 +208,7 @@ def _run(command: Sequence[str]) -> str:
     return said
 
 
-# -- the folder -------------------------------------------------------------------------------------------
+# -- the folder
 
 
 def cache_folder() -> Path:
@@ -295,7 +292,7 @@ def _intact(path: Path, stamp: bytes) -> bool:
     return content[-32:] == hashlib.sha256(stamp + content[:-32]).digest()
 
 
-# -- jobs -------------------------------------------------------------------------------------------------
+# -- jobs
 
 
 @dataclass(frozen=True)
@@ -330,7 +327,7 @@ def _stamp(key: Key) -> bytes:
     """Hash of everything that shapes the library.  The folder of the headers does not: their text does."""
     job, by, isa = key
     flags = [flag for flag in (*job.flags(isa), *by.flags) if not flag.startswith("-I")]
-    parts = [ABI, sys.platform, platform.machine(), isa.name, by.command, by.version, flags, _headers(), job.source]
+    parts = [sys.platform, platform.machine(), isa.name, by.command, by.version, flags, _headers(), job.source]
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
@@ -348,21 +345,23 @@ def load(jobs: Sequence[Job]) -> list[ctypes.CDLL | Unavailable]:
     if by is None:
         return [Unavailable(no_compiler())] * len(jobs)
     keys = [(job, by, best) for job in jobs]
-    new = list(dict.fromkeys(key for key in keys if key not in _known))
-    if new:
-        folder = usable_folder()
-        stamps = [_stamp(key) for key in new]
-        names = [f"{key[0].name}-{best.name}-{stamp.hex()[:32]}.so" for key, stamp in zip(new, stamps, strict=True)]
-        paths = [folder and folder / name for name in names]
-        missing = sum(path is None or not path.exists() for path in paths)
-        if missing:
-            where = f", kept in {folder}" if folder else ""
-            tell(f"compiling {missing} C++ {'kernel' if missing == 1 else 'kernels'}{where}")
-        with ThreadPoolExecutor(min(len(new), os.cpu_count() or 1)) as pool:
-            _known.update(zip(new, pool.map(_obtain, new, stamps, paths), strict=True))
-        while _refused:
-            _warn_cache(_refused.pop())
+    if new := list(dict.fromkeys(key for key in keys if key not in _known)):
+        _known.update(zip(new, _obtain_all(new), strict=True))
     return [_known[key] for key in keys]
+
+
+def _obtain_all(keys: Sequence[Key]) -> list[ctypes.CDLL | Unavailable]:
+    folder, stamps = usable_folder(), list(map(_stamp, keys))
+    names = [f"{job.name}-{isa.name}-{stamp.hex()[:32]}.so" for (job, _, isa), stamp in zip(keys, stamps, strict=True)]
+    paths = [folder and folder / name for name in names]
+    if missing := sum(path is None or not path.exists() for path in paths):
+        where = f", kept in {folder}" if folder else ""
+        tell(f"compiling {missing} C++ {'kernel' if missing == 1 else 'kernels'}{where}")
+    with ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1)) as pool:
+        found = list(pool.map(_obtain, keys, stamps, paths))
+    while _refused:
+        _warn_cache(_refused.pop())
+    return found
 
 
 def _obtain(key: Key, stamp: bytes, path: Path | None) -> ctypes.CDLL | Unavailable:
@@ -407,19 +406,18 @@ def _compile(key: Key, work: Path) -> tuple[Path, ctypes.CDLL]:
     job, by, isa = key
     source, made = work / f"{job.name}.cpp", work / f"{job.name}.o"
     source.write_text(job.source, encoding="utf-8")
-    problem: Unavailable | None = None
-    for attempt, (openmp, link) in enumerate(((["-fopenmp"], []), (["-fopenmp"], ["-fopenmp"]), ([], []))):
-        library = work / f"{attempt}.so"  # a name that was opened is not opened again
+    shared = ["-shared", *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ())]
+    problems: list[Unavailable] = []
+    for openmp, link in ((["-fopenmp"], []), (["-fopenmp"], ["-fopenmp"]), ([], [])):
+        library = work / f"{len(problems)}.so"  # a name that was opened is not opened again
         try:
             _run([*by.command, *job.flags(isa), *by.flags, *openmp, "-c", str(source), "-o", str(made)])
-            shared = ["-shared", *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ())]
             _run([*by.command, *shared, str(made), *link, "-o", str(library)])
             return library, ctypes.CDLL(str(library))
         except TimedOut:
             raise
         except Unavailable as error:
-            problem = problem or error
+            problems.append(error)
         except OSError as error:
-            problem = problem or Unavailable(f"{job.name} was compiled but does not load: {error}")
-    assert problem is not None
-    raise problem
+            problems.append(Unavailable(f"{job.name} was compiled but does not load: {error}"))
+    raise problems[0]

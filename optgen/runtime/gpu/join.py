@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from optgen.runtime.gpu.codecs import FULL, Codec, Kept
 from optgen.runtime.gpu.matrices import Panels
 from optgen.runtime.gpu.prelude import KEEPS_LAYOUTS
 from optgen.runtime.gpu.walk import Sweep
-from optgen.runtime.records import COPY, Field, Rule, Stage, Temp, Variant
+from optgen.runtime.records import COPY, EIGHT, Field, Rule, Stage, Temp, Variant
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.keys import draw_salt
 from optgen.runtime.records.sums import SEGMENT, panel_columns
@@ -115,9 +116,7 @@ class Frame:
         for codec in dict.fromkeys(found.values()):
             tables[id(codec)] = tuple(range(len(numbers), len(numbers) + len(codec.tables)))
             numbers += codec.tables
-        names = ["p", "g", *variant.names, *(t.name for t in variant.temps)]
-        reduced = [t.name for t in variant.temps if t.source == "elem"]
-        first = len(names) + len(reduced)
+        first = len(variant.columns) + len(variant.reduced)
         numel = first + len(numbers)
         matrices, width = -1, numel + 6
         if variant.stages:
@@ -125,8 +124,8 @@ class Frame:
             numel = matrices + 3
             of_panels = [len(s.sums) for s in variant.stages if s.space == "elem" and s.matrices]
             width = numel + 9 + max(of_panels, default=0)
-        columns = {name: i for i, name in enumerate(names)}
-        partials = {name: len(names) + i for i, name in enumerate(reduced)}
+        columns = {name: i for i, name in enumerate(variant.columns)}
+        partials = {t.name: len(columns) + i for i, t in enumerate(variant.reduced)}
         return cls(columns, partials, found, tables, tuple(numbers), first, matrices, numel, width)
 
     def extents(self, stage: Stage) -> tuple[int, ...]:
@@ -136,88 +135,133 @@ class Frame:
 
 def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
     """Return the record of a sweep."""
-    eager, steps = variant.eager, variant.rule
-    assert steps is not None
-    fields = {f.name: f for f in variant.fields}
-    temps = {t.name: t for t in variant.temps}
-    stores = [x for x in stage.stores if x not in eager.still and not stage.reduces]
-    live = variant.owners_in(stage)
-    owners = [*stage.reads, *(x for x in live if x not in stage.reads)]
-    found = {x: frame.codecs.get(x, FULL) for x in live}
-    kept = {x: _kept(variant, frame, x) for x in live}
-    given = {x: [f"{x}_{k}" for k in eager.whole[x].encode] if x in eager.whole and x in stores else [] for x in live}
-    used = {name for names in (*kept.values(), *given.values()) for name in names}
-    touched = [x for x in frame.columns if x in used]
-    # The weight comes first, then what others are divided by: `Eager.relative` holds their roots to what is stored.
-    bases = set(eager.relative.values())
-    order = sorted(stores, key=lambda x: (x != "p", x not in bases))
-    rooted = [x for x in order if found[x].root is not None]
-    clean = all(found[x].plus for x in live if x in variant.nonneg)  # no -0 is read
-    values = []
-    few = {x for x in touched if x not in fields or fields[x].space != "elem"}
-    for x in owners:
-        if x not in live:
-            values.append(Kept(x, FULL, (), (), direct=_is_direct(variant, x), absent=True))
-            continue
-        word, shift = eager.noise.get(x, (-1, 0))
-        base = eager.relative.get(x)
-        values.append(
-            Kept(
-                x,
-                found[x],
-                tuple(touched.index(name) for name in kept[x]),
-                tuple(touched.index(name) for name in kept[x] if x not in eager.whole or name not in few),
-                tuple(touched.index(name) for name in given[x]),
-                frame.tables.get(id(found[x]), ()),
-                base=-1 if base is None else owners.index(base),
-                root=-1 if base is None or x not in stores else rooted.index(base),
-                word=word if found[x].encode is not None and x in stores else -1,
-                shift=shift,
-                plus=found[x].plus and not (x in stage.plus and clean),
-                guarded=found[x].guards and x in stage.picked,
-                direct=_is_direct(variant, x),
-                drawn=draw_salt(x) if x in eager.draws else 0,
-            )
-        )
-    buffers = tuple((frame.columns[x], *_buffer(variant, fields.get(x), temps.get(x), x)) for x in touched)
-    counted = any(x.word >= 0 or x.drawn for x in values)
-    block = variant.block_of(live)
-    numbers = range(frame.first, frame.first + len(frame.numbers))
+    rule = variant.rule
+    assert rule is not None
+    values = _Values(variant, stage, frame)
+    kept = tuple(map(values.kept, values.owners))
+    fields, temps = {f.name: f for f in variant.fields}, {t.name: t for t in variant.temps}
+    buffers = tuple((frame.columns[x], *_buffer(variant, fields.get(x), temps.get(x), x)) for x in values.touched)
+    counted = any(x.word >= 0 or x.drawn for x in kept)
+    block = variant.block_of(values.live)
     made: dict[str, Any] = dict(
+        width=frame.width,
+        numel=frame.numel,
+        buffers=buffers,
         block=block,
         counted=counted,
-        placed=block > 1 and any(x.drawn for x in values),
-        tables=tuple(numbers),
+        placed=block > 1 and any(x.drawn for x in kept),
+        tables=tuple(range(frame.first, frame.first + len(frame.numbers))),
         extents=frame.extents(stage),
-        strict=steps.strict and bool(stage.sums),
-        values=tuple(values),
+        strict=rule.strict and bool(stage.sums),
+        values=kept,
         taken=len(stage.reads),
-        stores=tuple((owners.index(x), stage.stores.index(x)) for x in order),
+        stores=tuple((values.owners.index(x), stage.stores.index(x)) for x in values.stores),
         summed=_summed(stage),
-        words=eager.words if counted else (),
+        words=variant.eager.words if counted else (),
     )
     if stage.matrices:
-        sums = _terms(frame, temps, stage, ("row",), ("col",))
-        part = min(max(256 * _warps(panel_columns(block)), block), panel_columns(block))
-        read = [i for x in values[: len(stage.reads)] for i in x.fields]
-        halves = [i for i in read if buffers[i][0] == 1 or (not buffers[i][2] and _bits(buffers[i][1]) in (8, 16))]
-        anchor = next(iter(halves), -1) if counted else -1
-        return Panels(
-            frame.width, frame.numel, buffers, sums=sums, matrices=frame.matrices, part=part, anchor=anchor,
-            across=panel_columns(block), **made,
-        )  # fmt: skip
-    sums = _terms(frame, temps, stage, ("tensor", "model"))
-    record = Sweep(frame.width, frame.numel, buffers, sums=sums, **made)
+        return _panels(stage, frame, temps, made)
+    record = Sweep(sums=_terms(frame, temps, stage, ("tensor", "model")), **made)
     # Masked elements come one by one, in a register each: few at a time, lest registers spill, and then with sums of
     # their own.  In strict maths sums need the lanes of a whole tile.
     return replace(record, parts=1 if record.strict else _tile(record) // LEAST)
 
 
-def _kept(variant: Variant, frame: Frame, owner: str) -> list[str]:
-    """Return the fields and temps that a value is read from, in the order in which its codec takes them."""
-    if owner in variant.eager.whole:
-        return [f"{owner}_{x}" for x in variant.eager.whole[owner].decode]
-    return [x for x in frame.columns if x == owner or x in variant.owned(owner)]
+def _panels(stage: Stage, frame: Frame, temps: Mapping[str, Temp], made: Mapping[str, Any]) -> Panels:
+    """Return the record of a sweep over panels, with what it has in common with those over segments."""
+    block, buffers = made["block"], made["buffers"]
+    across = panel_columns(block)
+    read = [i for x in made["values"][: len(stage.reads)] for i in x.fields]
+    halves = (i for i in read if buffers[i][0] == 1 or (not buffers[i][2] and _bits(buffers[i][1]) in (8, 16)))
+    return Panels(
+        sums=_terms(frame, temps, stage, ("row",), ("col",)),
+        matrices=frame.matrices,
+        part=min(max(256 * _warps(across), block), across),
+        anchor=next(halves, -1) if made["counted"] else -1,
+        across=across,
+        **made,
+    )
+
+
+class _Values:
+    """The values of a sweep, as a plan keeps them.
+
+    live    names of those that it reads, stores or reads the roots of
+    owners  these in the order of the record: first all that the tile function takes
+    stores  names of those that it stores: the weight, then what others are divided by, since `Eager.relative` holds
+            their roots to what is stored
+    """
+
+    def __init__(self, variant: Variant, stage: Stage, frame: Frame) -> None:
+        self.variant, self.stage, self.frame, self.eager = variant, stage, frame, variant.eager
+        self.live = variant.owners_in(stage)
+        self.owners = list(dict.fromkeys((*stage.reads, *self.live)))
+        bases = set(self.eager.relative.values())
+        self.stores = sorted(variant.stored_by(stage), key=lambda x: (x != "p", x not in bases))
+        self.read = {x: [y for y in variant.read_from(x) if y in frame.columns] for x in self.live}
+
+    @cached_property
+    def rooted(self) -> list[str]:
+        """Names of the stored values that others may be divided by."""
+        return [x for x in self.stores if self.codec(x).root is not None]
+
+    @cached_property
+    def clean(self) -> bool:
+        """True if no -0 is read of a nonnegative state."""
+        return all(self.codec(x).plus for x in self.live if x in self.variant.nonneg)
+
+    @cached_property
+    def given(self) -> dict[str, list[str]]:
+        """Stored value that is kept as a whole -> names of what it is encoded with."""
+        whole = self.eager.whole
+        return {x: [f"{x}_{k}" for k in whole[x].encode] for x in self.stores if x in whole}
+
+    @cached_property
+    def touched(self) -> list[str]:
+        """Names of the columns that the sweep touches."""
+        used = {name for names in (*self.read.values(), *self.given.values()) for name in names}
+        return [x for x in self.frame.columns if x in used]
+
+    def is_stored(self, owner: str, column: str) -> bool:
+        """Return True if a sweep that stores a value writes this column of it."""
+        return owner not in self.eager.whole or self.variant.spaces[column] == "elem"
+
+    def codec(self, owner: str) -> Codec:
+        return self.frame.codecs.get(owner, FULL)
+
+    def places(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Return the positions of columns among those that the sweep touches."""
+        return tuple(map(self.touched.index, names))
+
+    def kept(self, owner: str) -> Kept:
+        """Return the record of a value."""
+        direct = _is_direct(self.variant, owner)
+        if owner not in self.live:
+            return Kept(owner, FULL, (), (), direct=direct, absent=True)
+        codec, stored, eager = self.codec(owner), owner in self.stores, self.eager
+        word, shift = eager.noise.get(owner, (-1, 0))
+        base = eager.relative.get(owner)
+        return Kept(
+            owner,
+            codec,
+            self.places(self.read[owner]),
+            self.places(x for x in self.read[owner] if self.is_stored(owner, x)),
+            self.places(self.given.get(owner, ())),
+            self.frame.tables.get(id(codec), ()),
+            base=-1 if base is None else self.owners.index(base),
+            root=-1 if base is None or not stored else self.rooted.index(base),
+            word=word if codec.encode is not None and stored else -1,
+            shift=shift,
+            plus=codec.plus and not (self.clean and self.is_positive(owner)),
+            guarded=codec.guards and owner in self.stage.picked,
+            direct=direct,
+            drawn=draw_salt(owner) if owner in eager.draws else 0,
+        )
+
+    def is_positive(self, owner: str) -> bool:
+        """Return True if no new value of a state is negative, or -0 where no state that is read is."""
+        stage = self.stage
+        return owner in self.variant.nonneg and owner in stage.stores and owner not in stage.zeros
 
 
 def _is_direct(variant: Variant, owner: str) -> bool:
@@ -259,7 +303,7 @@ def _round(variant: Variant, frame: Frame, stage: Stage) -> Round:
     values = between.copy if stage.kernel == COPY else None
     if stage.state:
         values = frame.codecs[stage.state].small[int(stage.kernel.removeprefix("small_")) - 1]
-    spaces = {f.name: f.space for f in variant.fields} | {t.name: t.space for t in variant.temps}
+    spaces = variant.spaces
 
     def kind(name: str) -> str:
         of = spaces[name]
@@ -285,17 +329,18 @@ def _round(variant: Variant, frame: Frame, stage: Stage) -> Round:
 
 def _buffer(variant: Variant, field: Field | None, temp: Temp | None, name: str) -> tuple[Any, str]:
     """Return the dtype and the kind of a buffer; see Sweep."""
-    if name == "g":
-        return None, ""
-    if field is None and temp is None:
-        return getattr(tl, variant.param), ""
-    if field is not None and (field.width > 1 or field.per == 8):
-        return _EIGHTS[field.width], "eight"
-    space = field.space if field is not None else temp.space if temp is not None else ""
-    kind = "one" if space in _ONE else "" if space == "elem" else space
-    if field is None:
-        return tl.float32 if kind or (temp is not None and temp.wide) else tl.bfloat16, kind
-    return getattr(tl, field.dtype), "block" if field.per > 1 else kind
+    if field is not None:
+        if field.width > 1 or field.per == EIGHT:
+            return _EIGHTS[field.width], "eight"
+        return getattr(tl, field.dtype), "block" if field.per > 1 else _kind(field.space)
+    if temp is not None:
+        return tl.bfloat16 if temp.space == "elem" and not temp.wide else tl.float32, _kind(temp.space)
+    return None if name == "g" else getattr(tl, variant.param), ""
+
+
+def _kind(space: str) -> str:
+    """Return the kind of a buffer with values of a space."""
+    return "one" if space in _ONE else "" if space == "elem" else space
 
 
 def _bits(dtype: Any) -> int:
@@ -349,15 +394,18 @@ def registers(variant: Variant, record: Sweep, tile: int) -> int | None:
         return 120 + 8 * len(record.sums) + 16 * full + 8 * older
     if any(x.codec.lines for x in states):
         return None  # lines of 8-bit maps: told a limit, compilers spill 8 bytes below and above the 104 that they take
-    # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums
-    # hold 8 lanes for each thread, and what is added to them, in an order of their own in strict maths.
-    dtypes = [variant.param, *(f.dtype for f in variant.fields)]
-    most = 96 if record.counted and "float16" in dtypes else 64
-    # Tables: the lines of one, a small tree of its entries, or the places of a search, are in flight for eight
-    # elements at a time.
-    if any(x.codec.looks_up for x in states):
-        most = max(most, 96)
     # Codes of 5 to 7 bits come in pieces, each with an address and a word of its own.
-    eights = [[i for i in x.fields if record.kind(i) == "eight"] for x in states]
-    most += 16 * any(len(own) > 1 for own in eights)
-    return most + (32 if record.strict else 16) * len(record.sums)
+    in_pieces = any(sum(record.kind(i) == "eight" for i in x.fields) > 1 for x in states)
+    most = 96 if _is_wide(variant, record, states) else 64
+    return most + 16 * in_pieces + (32 if record.strict else 16) * len(record.sums)
+
+
+def _is_wide(variant: Variant, record: Sweep, states: Iterable[Kept]) -> bool:
+    """Return True if elements take half as many registers more than usual.
+
+    Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums
+    hold 8 lanes for each thread, and what is added to them, in an order of their own in strict maths.  The lines of a
+    table, a small tree of its entries, or the places of a search, are in flight for eight elements at a time.
+    """
+    dtypes = {variant.param, *(f.dtype for f in variant.fields)}
+    return (record.counted and "float16" in dtypes) or any(x.codec.looks_up for x in states)

@@ -183,7 +183,7 @@ class _Maker:
         variant = self.variant
         self.temps = {t.name: t for t in variant.temps}
         self.values = dict(zip(self.temps, room.columns, strict=False))
-        reduced = (t.name for t in workspace.reduced(variant))
+        reduced = (t.name for t in variant.reduced)
         self.partials = dict(zip(reduced, room.columns[len(self.temps) :], strict=False))
         self.operands: Tensor | None = None
         self.dense = self._dense()

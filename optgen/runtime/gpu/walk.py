@@ -28,31 +28,34 @@ from optgen.runtime.records.keys import Recipe, Word, recipes
 class Sweep:
     """The layout of a row of a kernel's table, the terms that the kernel sums, and how it is launched.
 
-    width       entries of a row
-    numel       the entry that is the number of elements; columns, the stream key and the place in the logical tensor
-                (row, column, columns) follow
-    buffers     (entry, dtype, kind) of each buffer: kind "" is one value per element, "block" one per block, "eight"
-                one word for eight packed codes, "one" one value per tensor; dtype None is the gradient's
-    block       elements of a storage block, 1: nothing is stored in blocks
-    parts       parts of a full tile that a masked tile has
-    counted     elements are numbered, for random bits
-    placed      they are, where nothing lies between rows, for random numbers of the rule beside blocks
-    tables      entries of tables of numbers in memory
-    extents     entries of sizes of the logical tensor
-    sums        (maximum, factors, entries of partial results) of each term: the sum, or the maximum, of one of the
-                tile function's results behind the new values, by position, or the sum of the products of two
-    strict      lanes and tiles are added in the order that every backend has
-    values      how a plan keeps the values of a rule: those that its tile function takes come first, in its order
-    taken       how many these are
-    stores      (position in `values`, in what the tile function returns) of what is stored, in order
-    summed      (position in what the tile function returns) of each factor of terms
-    anchor      the buffer whose threads compute the numbers of elements (see `within` of the prelude); -1: any
-    words       the recipes of words of random bits (optgen.runtime.keys.Word)
-    grad        the dtype of gradients
-    tiles, tile  tiles of a work item, and elements of a tile
-    ragged      blocks, or numbers of elements, are counted row by row
-    aligned     all addresses are multiples of 16 bytes
-    panels      matrices are walked panel by panel (matrices.py)
+    width     entries of a row (42)
+    numel     position of the entry that is the number of elements (32); columns, the stream key and the place in the
+              logical tensor (row, column, columns) follow
+    buffers   (entry, dtype, kind) of each buffer ((3, tl.int16, "block")): kind "" is one value per element, "block"
+              one per block, "eight" one word for eight packed codes, "one" one value per tensor, "row", "col" and "mat"
+              one for each of these; dtype None is the gradient's
+    block     elements of a storage block (64), 1 if nothing is stored in blocks
+    parts     parts of a full tile that a masked tile has (2)
+    counted   True if elements are numbered, for random bits
+    placed    True if they are numbered row after row, too, for random numbers of the rule beside blocks
+    tables    entries of tables of numbers in memory
+    extents   entries of sizes of the logical tensor
+    sums      (maximum, factors, entries of partial results) of each term ((False, (0, 0), (27,))): the sum, or the
+              maximum, of one of the tile function's results behind the new values, by position, or the sum of the
+              products of two
+    strict    True if lanes and tiles are added in the order that every backend has
+    values    the rule's values, as the plan keeps them: those that its tile function takes come first, in its order
+    taken     the number of these (4)
+    stores    (position in `values`, in what the tile function returns) of what is stored, in order
+    summed    position, in what the tile function returns, of each factor of terms
+    anchor    the buffer whose threads compute the numbers of elements (see `within` of the prelude); -1: any
+    words     recipes of words of random bits (`records.keys.Word`)
+    grad      dtype of gradients
+    tiles     tiles of a work item (4)
+    tile      elements of a tile (256)
+    ragged    True if blocks, or numbers of elements, are counted row by row
+    aligned   True if all addresses are multiples of 16 bytes
+    panels    True if matrices are walked panel by panel (matrices.py)
     """
 
     width: int

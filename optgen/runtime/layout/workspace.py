@@ -41,11 +41,6 @@ def entries(space: str, shape: torch.Size, wide: bool = False) -> int:
     return few[space]
 
 
-def reduced(variant: Variant) -> tuple[Temp, ...]:
-    """The temps that sweeps reduce from elements, and that have partial results."""
-    return tuple(t for t in variant.temps if t.source == "elem")
-
-
 TAKEN_OVER = 65536
 """Bytes of pageable memory that CUDA's driver takes over when a copy begins; with more, the host waits for the stream.
 """
@@ -73,7 +68,7 @@ def panel(variant: Variant, stage: Stage, shape: torch.Size) -> tuple[int, int]:
     They are those of `sums` where sums of columns are in order, or there are many; of the rest no bit depends on rows.
     """
     _, rows, columns = matrices(shape)
-    wide, summed = sums.panel_columns(stage.block), {t.space for t in reduced(variant) if t.name in stage.temps}
+    wide, summed = sums.panel_columns(stage.block), {t.space for t in variant.reduced if t.name in stage.temps}
     few = wide == 1024 and len(shape) <= 2 and -(-rows // sums.PANEL_ROWS) * -(-columns // wide) < FEW
     few = few and not (variant.rule and variant.rule.strict)
     if "col" not in summed:  # two states and sums of rows of four parts at a time take 222 registers (AdamP)
@@ -158,7 +153,7 @@ def make(
     end = 0
     for sizes in (
         *([entries(t.space, shape, t.wide) for shape in shapes] for t in variant.temps),
-        *([partials(variant, t, shape) for shape in shapes] for t in reduced(variant)),
+        *([partials(variant, t, shape) for shape in shapes] for t in variant.reduced),
     ):
         offsets.append([])
         for size in sizes:

@@ -268,27 +268,27 @@ EIGHT = 8
 
 @dataclass(frozen=True)
 class Field:
-    """One stored tensor of a parameter's state.
+    """One stored tensor of a parameter's state.  Example: the scales of AdamW's first moment in 8 bits,
+    `Field("exp_avg_scale", "int16", per=64, state="exp_avg")`.
 
-    per    1: shape of the parameter; B: one entry per block of B columns, shape (rows, ceil(columns / B)); EIGHT: codes
-           of `width` bits, packed, shape (rows, ceil(columns / 8) * width)
-    zero   the entry that decodes to 0
-    state  what it stores part of: the name of a state, or "p" for the weight
-    width  1; of packed codes the bits of one, which are the bytes of eight: byte j holds those of neighbours, the first
-           in its lowest bits
-    space  "elem", or where there are few values: "row" (..., rows, 1), "col" (..., 1, columns), "mat" (..., 1, 1) of
-           the last two dimensions, "tensor" (); "axis" (..., 1, layout.column_dims in all): one for each index of each
-           dimension that columns are made of
-    matrix which two dimensions those are (layout.matrix_shape)
-    shared whether it is part of how a state with a value for each element is kept, though it has fewer entries
-    nonneg whether no number in it is negative, where it has floats; of a state's first field: whether none of the
-           state is
-    least, most  between which its integers lie where they are not `zero`, read as unsigned ones; None: anywhere
-    low    bit k: whether the low byte of such an integer may be k; 0: all may
-    rank   of matrices of low rank: the hyper-parameter that says it, or the number for one group (`in_blocks`); a
-           matrix of fewer rows or columns has as many
-    part   of a matrix state: "" if the field is all of it, "lower" half of its entries, "diagonal" these alone,
-           "scale" one entry for each block of codes, "ends" two, "lower scale" one for each block of half of them
+    per     1: the shape of the parameter; B: one entry for each block of B columns, shape (rows, ceil(columns / B));
+            EIGHT: packed codes of `width` bits, shape (rows, ceil(columns / 8) * width)
+    zero    the entry that decodes to 0 (128)
+    state   the owner, of which it stores a part: a state, or "p" for the weight
+    width   bits of a packed code, which are the bytes of eight: byte j holds those of neighbours, the first in its
+            lowest bits; 1 of all else
+    space   "elem", or where there are few values: "row" (..., rows, 1), "col" (..., 1, columns), "mat" (..., 1, 1) of
+            the last two dimensions, "tensor" (); "axis" (..., 1, layout.column_dims in all): one for each index of each
+            dimension that columns are made of
+    matrix  the two dimensions that these are (layout.matrix_shape)
+    shared  True for a part of a state with a value for each element that has fewer entries
+    nonneg  True if none of its floats is negative; of a state's first field: if no value of the state is
+    least, most  the range of its integers, read as unsigned ones, where they are not `zero` (4, 65535); None: any
+    low     a mask of the low bytes of such an integer: bit k is 1 if it may be k; 0: any
+    rank    of matrices of low rank: the hyper-parameter that is the rank, or the number for one group (`in_blocks`); a
+            matrix of fewer rows or columns has as many
+    part    of a matrix state: "" for all of it, "lower" half of its entries, "diagonal" these alone, "scale" one entry
+            for each block of codes, "ends" two, "lower scale" one for each block of half of them
     """
 
     name: str
@@ -328,11 +328,12 @@ class Field:
 
 @dataclass(frozen=True)
 class Temp:
-    """An fp32 value that one stage of a step leaves for later ones: shaped as a field of its space; bf16 for elements.
+    """An fp32 value that one stage of a step leaves for later ones, shaped as a field of its space.  Example: the sums
+    of rows that CAME's first sweep leaves, `Temp("row_sum_for_exp_avg_sq_row", "row", "row_sum", "elem")`.
 
-    reduction   how it is reduced from what the stage computes ("row_sum"); "" where the stage stores it as it is
-    source      the space whose values are reduced
-    wide        True for fp32 for elements, too
+    reduction  how sums over a space become it ("row_sum", "tensor_max"); "" where a stage stores it as it is
+    source     the space that is summed over ("elem")
+    wide       True for fp32 values of elements; others are kept in bf16
     """
 
     name: str
@@ -344,46 +345,50 @@ class Temp:
 
 @dataclass(frozen=True)
 class Stage:
-    """One kernel of a step that takes several.
+    """One kernel of a step.  Example: the sweep of AdamW, `Stage("adamw", "elem", reads=("p", "g", "exp_avg",
+    "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), needs=("g", "exp_avg_sq"))`.
 
-    kernel    name of its kernel, or of the function that it calls
-    space     over whose entries it runs: "elem" for a sweep, else a small space; "call": none, it is a function of
-              whole matrices in optgen.runtime.reference.matrices, in place; "whole": none, it is a function of whole
-              matrices in the rule's module, of `reads`, scalars and `extents`, which returns `stores`
-    level     stages of one level may not begin before all of the level before has ended
-    scalars   which of the variant's kernel scalars it takes, by position
+    kernel    the kernel's name ("came_2"), or that of the function it calls ("newton_schulz")
+    space     the space over whose entries it runs: "elem" for a sweep, a small space such as "row"; "call" for a
+              function of optgen.runtime.reference.matrices, which changes its temp in place; "whole" for a function of
+              whole matrices in the rule's module, from `reads`, scalars and `extents` to `stores`
+    scalars   positions of its scalars among those of the step ((2, 3)); the only stage of a step may leave it out
+    given     further arguments of a "call": numbers, and None for the next of its scalars ((None, 1.0, None))
+    reads     names of the values it reads: "p", "g", states and temps
+    stores    names of the values it stores, in the order in which its function returns them
+    sums      (kind, names of temps) of each term that it reduces ((("square", ("row_sum_of_g",)),)); kinds as in
+              optgen.runtime.gpu.walk
+    extents   sizes of the logical tensor that it computes with ("rows")
+    zeros     nonnegative states that it may store as -0
+    picked    states that it stores as they were read somewhere, so that their NaN may be any
+    needs     the values of `reads` that new values of nonnegative states are made of
+
+    What follows from these (`join.completed`) and from the plan:
+
+    level     the number of the stretch that it belongs to; what is of one level waits for all of the level before (0)
     temps     names of the temps that it stores or reduces to
-    matrices  whether it reads or reduces rows or columns
-    block     elements per storage block that it touches; 1 where it touches none
-    given     of a function: its further arguments, numbers or names of kernel scalars
-    reads     values that it reads: "p", "g", states and temps
-    stores    values that it stores as they are
-    sums      (kind, temps) of each term that it reduces; kinds as in optgen.runtime.gpu.walk
-    extents   sizes of the logical tensor that it computes with
-    plus      of what it stores: values that are never -0 if no state is that is never negative
-    picked    of what it stores: values that no arithmetic makes, whose NaN may be any
-    needs     (state, values that its new value is made of) of each state that is never negative and that it stores
+    matrices  True if it reads or reduces values of rows, columns or matrices
+    block     elements of a storage block that it touches (64); 1 if it touches none
     state     of small work for a state that is kept as a whole: its name; the kernel is a function of its codec
-    reduces   where not () it stores nothing: `stores` are what its function returns, and these of them are reduced, one
-              for each of `sums`
-    absent    of such a walk: those of `reads` that nothing depends on
+    reduces   of a first walk, which stores nothing: names among `stores` that are reduced, one for each of `sums`
+    absent    of a first walk: names in `reads` that nothing depends on
     """
 
     kernel: str
     space: str
-    level: int
-    scalars: tuple[int, ...]
-    temps: tuple[str, ...] = ()
-    matrices: bool = False
-    block: int = 1
-    given: tuple[float | str, ...] = ()
+    scalars: tuple[int, ...] = ()
+    given: tuple[float | None, ...] = ()
     reads: tuple[str, ...] = ()
     stores: tuple[str, ...] = ()
     sums: tuple[tuple[str, tuple[str, ...]], ...] = ()
     extents: tuple[str, ...] = ()
-    plus: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
     picked: tuple[str, ...] = ()
-    needs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    needs: tuple[str, ...] = ()
+    level: int = 0
+    temps: tuple[str, ...] = ()
+    matrices: bool = False
+    block: int = 1
     state: str = ""
     reduces: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
@@ -393,6 +398,11 @@ class Stage:
         """True for functions of whole matrices, which torch computes."""
         return self.space in ("call", "whole")
 
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Names of the temps that it reduces to."""
+        return tuple(name for _, names in self.sums for name in names)
+
     def renamed(self, name: Callable[[str], str], state: str = "") -> Stage:
         """Return the small work of a format with other names of values, and of the state that it is for."""
 
@@ -400,7 +410,7 @@ class Stage:
             return tuple(map(name, names))
 
         sums = tuple((kind, of(names)) for kind, names in self.sums)
-        named: dict[str, Any] = {key: of(getattr(self, key)) for key in ("temps", "reads", "stores", "picked")}
+        named: dict[str, Any] = {key: of(getattr(self, key)) for key in ("temps", "reads", "stores")}
         return replace(self, **named, sums=sums, state=state)
 
 
@@ -430,42 +440,48 @@ class Whole:
     kept: tuple[tuple[str, str, str], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """The step of a rule under some settings of its flags, in the maths of its kernels, before it meets a plan.
 
-    scalars, host  names of the host scalars; (step, grad_scale, **hypers, **host_states) -> scalars, then new host
-                   states; fp64
-    temps          values that the stages leave for one another
-    stages         its kernels, in order
-    early          states that later sweeps of the step read as they are stored
-    strict         sums are taken in the order that every backend has
+    settings  settings of flags that it is for (({"amsgrad": False},)); a flag that is not in one may be either
+    scalars   the number of its scalars (7)
+    host      (step, grad_scale, **hypers, **host_states) -> scalars, then new host states; fp64
+    temps     space -> names of values that stages leave for one another, where another space does not follow: that of
+              the stage that stores one, or the first word of what is summed ("row_sum_of_g"); `WIDE` is a space, too
+    stages    its kernels, in order
+    early     states that later sweeps of the step read as they are stored
+    strict    True if sums are taken in the order that every backend has
     """
 
     settings: tuple[Mapping[str, bool], ...]
-    scalars: tuple[str, ...]
+    scalars: int
     host: HostFunction
-    temps: tuple[Temp, ...] = ()
+    temps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     early: tuple[str, ...] = ()
     strict: bool = False
 
 
+WIDE = "wide"
+"""The space in `Rule.temps` of values of elements in fp32."""
+
+
 @dataclass(frozen=True)
 class Eager:
-    """The storage of a rule under a plan.
+    """How a rule's values are stored under a plan.
 
-    codecs    owner ("p" or a state) -> name of its codec in the plan's module; fp32 as it is where there is none
-    relative  state -> state whose root it is divided by
-    noise     owner -> (word, shift) of its random bits; to nearest where there are none
-    words     (factor of the step's place, ((shift, bits) of narrow fields, ...), True if hashed anew at each step)
+    codecs    owner ("p" or a state) -> name of its codec in the plan's module ({"exp_avg": "signed"}); others are fp32
+    relative  state -> the state whose root it is divided by ({"exp_avg": "exp_avg_sq"})
+    noise     owner -> (word, shift) of its random bits ({"p": (1, 24)}); others round to nearest
+    words     recipes of the words of random bits (`keys.Word`)
     early     states that later sweeps of the step read as they are stored
     still     states that the step leaves as they are stored
-    whole     those that are kept as a whole, and the work for them
-    matrices  matrix state -> trait by which it is encoded (reference/matrix_codecs.py); fp32 as it is where not
-    over      matrix state -> the one by whose root, as it reads, it is divided
+    whole     state that is kept as a whole -> the work for it
+    matrices  matrix state -> the codec of reference/matrix_codecs.py that keeps it ({"left": "symmetric"})
+    over      matrix state -> the matrix state by whose root, as it reads, it is divided
     random    matrix states that are rounded stochastically
-    draws     names of the random numbers of elements that the rule reads
+    draws     names of the random numbers of elements that the rule reads ("uniform_0")
     """
 
     codecs: Mapping[str, str] = field(default_factory=dict)
@@ -483,25 +499,23 @@ class Eager:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One kernel of a plan.
+    """What a rule and a plan make of parameters of one dtype and size class, under one setting of the flags.
 
-    function     name of the variant
+    function     its name ("adamw_bfloat16_small")
     param        dtype of the parameter ("bfloat16")
-    small        whether it is the variant for tensors too small to be worth quantizing
-    vector       whether it is the variant for tensors of fewer than two dimensions, where the plan has one
-    flags        the setting of the flags that it was made for
-    fields       what is stored, in order
-    block        elements per block of the fields with per > 1
-    stochastic   whether it draws random bits, to round by or as numbers of the rule
-    host_states  (name, first value) of the per-parameter numbers that stay on the host
-    init         first value of a state that does not start at zero: a number, or "param" for the weight
-    temps        what the stages leave for one another
-    stages       the kernels of a step that takes more than one, in order; () where `kernel` is all of it
-    rows         whether other steps of the same parameter, for which flags are set otherwise, work on rows and columns
-    matrix       see Matrix; kernels see its shape in the place of the parameter's (layout.matrix_shape)
-    eager        how each value is kept
+    fields       the tensors that are stored, in order
+    small        True for tensors too small to be worth quantizing
+    vector       True for tensors of fewer than two dimensions, where the plan keeps these in another way
+    flags        the setting of the flags ({"amsgrad": False})
+    host_states  (name, first value) of each number of a parameter that stays on the host (("peak_lr", 0.0))
+    init         state -> its first value where that is not 0: a number, or "param" for the weight
+    temps        the values that stages leave for one another
+    stages       the kernels of a step that takes more than one, in order; () where the step is one sweep
+    rows         True if other steps of the same parameter, with other flags, work on rows and columns
+    matrix       the matrix whose shape kernels see in the place of the parameter's (layout.matrix_shape)
+    eager        how each value is stored
     rule         the step: in the maths of its kernels, or in strict maths for the eager reference
-    rank         of its matrices of low rank in one group (`in_blocks`); 0 if there are none
+    rank         rank of its matrices of low rank in one group (`in_blocks`); 0 if there are none
     """
 
     function: str
@@ -510,8 +524,6 @@ class Variant:
     small: bool = False
     vector: bool = False
     flags: Mapping[str, bool] = field(default_factory=dict)
-    block: int = 1
-    stochastic: bool = False
     host_states: tuple[tuple[str, float], ...] = ()
     init: Mapping[str, float | str] = field(default_factory=dict)
     temps: tuple[Temp, ...] = ()
@@ -522,9 +534,44 @@ class Variant:
     rule: Rule | None = None
     rank: int = 0
 
+    @cached_property
+    def block(self) -> int:
+        """The elements of a storage block of the fields that are in blocks; 1: none is."""
+        return self.block_of(self._owned)
+
+    @cached_property
+    def stochastic(self) -> bool:
+        """True if it draws random bits, to round by or as numbers of the rule."""
+        return bool(self.eager.words or self.eager.draws or self.eager.random)
+
     def owned(self, owner: str) -> tuple[str, ...]:
         """Names of the fields that store part of a state, or of "p"."""
         return self._owned.get(owner, ())
+
+    def read_from(self, owner: str) -> tuple[str, ...]:
+        """Names of what a value is read from, in the order in which its codec takes them."""
+        if owner in self.eager.whole:
+            return tuple(f"{owner}_{x}" for x in self.eager.whole[owner].decode)
+        return ("p", *self.owned("p")) if owner == "p" else self.owned(owner) or (owner,)
+
+    def stored_by(self, stage: Stage) -> list[str]:
+        """Names of the values that a stage stores under the plan."""
+        return [] if stage.reduces else [x for x in stage.stores if x not in self.eager.still]
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the tensors whose addresses a row of the table of its kernels begins with."""
+        return ("p", "g", *self.names, *(t.name for t in self.temps))
+
+    @cached_property
+    def reduced(self) -> tuple[Temp, ...]:
+        """The temps that sweeps reduce from elements, and that have partial results."""
+        return tuple(t for t in self.temps if t.source == "elem")
+
+    @cached_property
+    def spaces(self) -> Mapping[str, str]:
+        """Field or temp -> its space."""
+        return {x.name: x.space for xs in (self.fields, self.temps) for x in xs}
 
     def coded(self, state: str) -> tuple[str, ...]:
         """Names of the fields that a matrix state is read from: its own, then those of the one that it is over."""
@@ -579,12 +626,12 @@ class Variant:
         for k, stage in enumerate(rule.stages):
             own = replace(stage, kernel=f"{self.function}_{k + 1}", block=self.block_of(self.owners_in(stage)))
             stages.append(stage if stage.on_host else own)
-        return replace(self, temps=rule.temps, stages=tuple(stages))
+        return replace(self, stages=tuple(stages))
 
     def owners_in(self, stage: Stage) -> list[str]:
         """Return the values that a stage of the rule touches: those read, those stored, those whose roots are read."""
         stores = [] if stage.reduces else [x for x in stage.stores if x not in self.eager.still]
-        owners = dict.fromkeys([*(x for x in stage.reads if x not in stage.absent), *stores])
+        owners = dict.fromkeys([*[x for x in stage.reads if x not in stage.absent], *stores])
         return list(owners | {x: None for name, x in self.eager.relative.items() if name in owners})
 
     def block_of(self, owners: Collection[str]) -> int:
@@ -597,7 +644,7 @@ class Variant:
     def host(self) -> tuple[HostFunction, int]:
         """(host function, number of scalars that it returns before the host states)."""
         assert self.rule is not None
-        return self.rule.host, len(self.rule.scalars)
+        return self.rule.host, self.rule.scalars
 
     @cached_property
     def model_temps(self) -> tuple[str, ...]:
@@ -641,6 +688,7 @@ class Variant:
     @cached_property
     def host_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.host_states)
+
 
 @lru_cache(maxsize=4096)
 def in_blocks(variant: Variant, matrix: Matrix, rank: int = 0) -> Variant:

@@ -7,12 +7,12 @@ other; `variants` lists what they make of each parameter dtype, size class and s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
-from optgen.runtime.records import EIGHT, PACK, Eager, Field, Matrix, Rule, Variant, Whole, keys
+from optgen.runtime.records import WIDE, Eager, Field, Matrix, Rule, Stage, Temp, Variant, Whole, keys
 from optgen.runtime.records.whole import divided
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -116,6 +116,8 @@ class FormatRecord:
 
 
 FP32 = FormatRecord()
+NOTHING = FormatRecord(fields=())
+"""What is stored beside a weight in fp32."""
 
 MATRICES = {
     "symmetric": FormatRecord(
@@ -137,8 +139,10 @@ MATRICES |= {
     "triangular": replace(NEAREST["triangular"], noise=24),
     "low_rank": replace(MATRICES["orthogonal"], codec="low_rank", noise=24, relative=True),
     "low_rank_nonneg": FormatRecord(
-        "low_rank_nonneg", (Field("codes", "int8"), Field("ends", "int16", part="ends", least=0x4000, most=0xBEE1)),
-        noise=24, positive=True,
+        "low_rank_nonneg",
+        (Field("codes", "int8"), Field("ends", "int16", part="ends", least=0x4000, most=0xBEE1)),
+        noise=24,
+        positive=True,
     ),
 }
 """The same of other plans; the codec is one of reference/matrix_codecs.py."""
@@ -167,22 +171,22 @@ class PlanRecord:
         """Return the format of a state; small tensors are one class, vectors and matrices."""
         if state.trait == "input":
             return FP32
-        if state.name in self.overrides:
-            found = self.overrides[state.name]
-        elif state.space != "elem":
-            nearest = self.signed != FP32 and not self.signed.noise and not self.nonneg.noise
-            kept = NEAREST if nearest else MATRICES
-            found = kept.get(state.trait, FP32) if self.matrices == 8 and not small else FP32
-        elif state.init == "param":
-            found = self.initial
-        elif small:
-            found = self.small
-        else:
-            found = self.nonneg if state.nonneg else self.signed
-        found = found.vector or found if vector or small else found
+        found = self.overrides.get(state.name) or self._usual(state, small)
+        if vector or small:
+            found = found.vector or found
         if state.nearest and found.nearest is not None:
             return replace(found, codec=found.nearest, noise=0)
         return found
+
+    def _usual(self, state: StateRecord, small: bool) -> FormatRecord:
+        """Return the format of a state by what it is."""
+        if state.space != "elem":
+            nearest = self.signed != FP32 and not self.signed.noise and not self.nonneg.noise
+            kept = NEAREST if nearest else MATRICES
+            return kept.get(state.trait, FP32) if self.matrices == 8 and not small else FP32
+        if state.init == "param":
+            return self.initial
+        return self.small if small else self.nonneg if state.nonneg else self.signed
 
     def formats(self, rule: RuleRecord, small: bool, vector: bool = False) -> dict[str, FormatRecord]:
         """Return the format of each state; without a positive second moment values are kept as they are."""
@@ -244,13 +248,62 @@ def with_step(variant: Variant, steps: tuple[Rule, ...]) -> Variant:
 
     Of a step that reads new states back there are two, and the one that reads none back is taken where it may not.
     """
-    early = set(variant.eager.early)
-    fitting = [s for s in steps if any(setting.items() <= variant.flags.items() for setting in s.settings)]
-    fitting.sort(key=lambda s: set(s.early) != early)
+    flags, early = variant.flags.items(), set(variant.eager.early)
+    fitting = [s for s in steps if any(setting.items() <= flags for setting in s.settings)]
     if not fitting:
         return variant
-    bare = replace(variant, temps=(), stages=(), rule=None)
-    return replace(bare, rule=divided(fitting[0], bare)).in_stages()
+    step = next((s for s in fitting if set(s.early) == early), fitting[0])
+    spaces = {f.state: "elem" if f.shared else f.space for f in variant.fields}
+    rule, temps = completed(step, tuple(spaces.items()))
+    bare = replace(variant, temps=temps, stages=(), rule=rule)
+    return (divided(bare) if bare.eager.whole else bare).in_stages()
+
+
+@lru_cache(maxsize=4096)
+def completed(rule: Rule, spaces: tuple[tuple[str, str], ...]) -> tuple[Rule, tuple[Temp, ...]]:
+    """Return a step with what follows from its stages, and its temps; `spaces`: (name, space) of each state."""
+    of = {**dict(spaces), "p": "elem", **{x: space for space, names in rule.temps.items() for x in names}}
+    for stage in rule.stages:
+        of |= {x: stage.space for x in stage.stores if x not in of}
+        of |= {x: x.partition("_")[0] for x in stage.summed if x not in of}
+    temps: dict[str, Temp] = {}
+    stages = []
+    everything = tuple(range(rule.scalars)) if len(rule.stages) == 1 else ()
+    for stage, level in zip(rule.stages, _levels(rule.stages, of), strict=True):
+        left = {t.name: t for t in _left(stage, of) if t.name not in dict(spaces)}
+        temps |= left
+        touched = {of.get(x) for x in (*stage.reads, *stage.stores, *stage.summed)}
+        by_rows = not stage.on_host and not touched.isdisjoint({"row", "col", "mat"})
+        scalars = stage.scalars or everything
+        stages.append(replace(stage, level=level, temps=tuple(left), scalars=scalars, matrices=by_rows))
+    return replace(rule, stages=tuple(stages)), tuple(temps.values())
+
+
+def _left(stage: Stage, spaces: Mapping[str, str]) -> list[Temp]:
+    """Return what a stage stores or reduces to, as temps."""
+    found = []
+    for x in (x for x in stage.stores if x != "p"):
+        t = Temp(x, "elem", wide=True) if spaces[x] == WIDE else Temp(x, spaces[x])
+        of_model = stage.space == "tensor" and t.space == "model"
+        found.append(replace(t, reduction="model_sum", source="tensor") if of_model else t)
+    for kind, names in stage.sums:
+        few = "max" if kind == "max" else "sum"
+        found += [Temp(x, spaces[x], f"{spaces[x]}_{few}", stage.space) for x in names]
+    return found
+
+
+def _levels(stages: Sequence[Stage], spaces: Mapping[str, str]) -> list[int]:
+    """Return the level of each stage: a sweep is one, and so is all small work between two sweeps, unless a sum over
+    the model ends it."""
+    levels, before, waiting = [-1], "elem", set[str]()
+    for stage in stages:
+        begins = "elem" in (before, stage.space) or not waiting.isdisjoint(stage.reads)
+        levels.append(levels[-1] + begins)
+        waiting = set() if begins else waiting
+        if stage.space == "tensor":
+            waiting |= {x for x in stage.stores if spaces.get(x) == "model"}
+        before = stage.space
+    return levels[1:]
 
 
 def joined(
@@ -261,53 +314,80 @@ def joined(
     small: bool = False,
     vector: bool = False,
 ) -> Variant:
-    """Return the variant of a rule whose states are kept in these formats."""
-    weight = plan.weights.get(param)
-    own = {s.name for s in rule.states if s.space == "elem"}
-    matrices = {s.name: formats[s.name].codec for s in rule.states if s.space != "elem" and formats[s.name].codec}
-    pairs = {s.name: s.normalized_by for s in rule.states if formats[s.name].relative}
-    relative = {name: base for name, base in pairs.items() if name not in matrices}
-    order = sorted(formats, key=lambda name: name not in relative.values())  # what others are divided by comes first
-    still = settled(rule.unchanged[0], relative)
-    rare = set(rule.differs).union(*(settled(names, relative) for names in rule.unchanged))
-    wants = {name: formats[name].noise for name in order if name not in {*still, *matrices}}
-    wants["p"] = weight.noise if weight else 0
-    dealt, words = keys.deal(wants, rare)
-    noise = {name: (k, at) for name, (k, at, _) in dealt.items()}
-    whole = {name: fmt.whole for name, fmt in formats.items() if fmt.whole is not None}
-    # What is read with values of rows and columns is not read back within the step: they change with it.
-    apart = not whole.keys().isdisjoint(rule.early) or set(settled(rule.early, relative)) != set(rule.early)
-    early = () if apart else rule.early
-    random = frozenset(name for name in matrices if formats[name].noise)
+    """Return the variant of a rule whose states are kept in these formats, without its step."""
+    weight = plan.weights.get(param, NOTHING)
     few = {f.space for fmt in formats.values() for f in fmt.fields} - {"elem"}
-    own_matrix = next((x for x in ("last", "first") if x in {fmt.matrix for fmt in formats.values()}), rule.matrix)
-    matrix = rule.matrix if rule.by_rows else own_matrix
     rows = rule.by_rows and _BY_ROWS.isdisjoint({*rule.spaces, *few})
-    fields = [replace(f, name=f"weight_{f.name}", state="p") for f in weight.fields] if weight else []
+    matrix = _matrix(rule, formats) if rows or few or rule.spaces else "last"
+    fields = [replace(f, name=f"weight_{f.name}", state="p") for f in weight.fields]
     for state in rule.states:
-        fields += _fields(state, formats[state.name], matrix)
-    codecs = {"p": weight.codec} if weight else {}
-    codecs |= {name: fmt.codec for name, fmt in formats.items() if name in own and fmt.codec}
-    block = max((f.per for f in fields if f.per != EIGHT), default=1)
-    tail = ("_small" if small else "") + ("_vector" if vector else "")
+        fields += _fields(state, formats[state.name], _matrix(rule, formats))
     return Variant(
-        function=f"{rule.name}_{param}{rule.suffix}{tail}",
+        function=f"{rule.name}_{param}{rule.suffix}{'_small' * small}{'_vector' * vector}",
         param=param,
         fields=tuple(fields),
+        small=small,
+        vector=vector,
         flags=rule.flags,
-        block=block if block > 1 or all(f.per != EIGHT for f in fields) else PACK,
-        stochastic=bool(words or rule.draws or random),
         host_states=rule.host_states,
         init={s.name: s.init for s in rule.states if s.init != 0.0},
         rows=rows,
-        matrix=matrix if rows or few or rule.spaces else "last",
-        eager=Eager(
-            codecs, relative, noise, words, early, still, whole, matrices=matrices, random=random, draws=rule.draws,
-            over={name: base for name, base in pairs.items() if name in matrices},
-        ),
-        small=small,
-        vector=vector,
+        matrix=matrix,
+        eager=_stored(rule, weight, formats),
     )
+
+
+def _matrix(rule: RuleRecord, formats: Mapping[str, FormatRecord]) -> Matrix:
+    """Return whose rows and columns a variant works on: those of its rule, or else those of its formats."""
+    of_formats = {fmt.matrix for fmt in formats.values()}
+    return rule.matrix if rule.by_rows else next((x for x in ("last", "first") if x in of_formats), rule.matrix)
+
+
+def _stored(rule: RuleRecord, weight: FormatRecord, formats: Mapping[str, FormatRecord]) -> Eager:
+    """Return how a rule's values are stored in these formats."""
+    codecs = {"p": weight} | {s.name: formats[s.name] for s in rule.states if s.space == "elem"}
+    matrices = _coded({name: fmt for name, fmt in formats.items() if name not in codecs})
+    bases = {s.name: s.normalized_by for s in rule.states if formats[s.name].relative}
+    relative = {name: base for name, base in bases.items() if name not in matrices}
+    whole = {name: fmt.whole for name, fmt in formats.items() if fmt.whole is not None}
+    still = settled(rule.unchanged[0], relative)
+    noise, words = _noise(rule, weight, formats, relative, {*still, *matrices})
+    return Eager(
+        codecs=_coded(codecs),
+        relative=relative,
+        noise=noise,
+        words=words,
+        early=_early(rule.early, relative, whole),
+        still=still,
+        whole=whole,
+        matrices=matrices,
+        over={name: bases[name] for name in matrices if name in bases},
+        random=frozenset(name for name in matrices if formats[name].noise),
+        draws=rule.draws,
+    )
+
+
+def _coded(formats: Mapping[str, FormatRecord]) -> dict[str, str]:
+    """Return the codecs of values that are not fp32."""
+    return {name: fmt.codec for name, fmt in formats.items() if fmt.codec}
+
+
+def _noise(
+    rule: RuleRecord, weight: FormatRecord, formats: Mapping[str, FormatRecord], relative: Mapping[str, str],
+    without: Collection[str],
+) -> tuple[dict[str, tuple[int, int]], tuple[keys.Word, ...]]:  # fmt: skip
+    """Return (word, shift) of the random bits of each value that draws some, and the recipes of the words."""
+    order = sorted(formats, key=lambda name: name not in relative.values())  # what others are divided by comes first
+    wants = {name: formats[name].noise for name in order if name not in without} | {"p": weight.noise}
+    rare = {*rule.differs}.union(*(settled(names, relative) for names in rule.unchanged))
+    dealt, words = keys.deal(wants, rare)
+    return {name: (word, shift) for name, (word, shift, _) in dealt.items()}, words
+
+
+def _early(states: tuple[str, ...], relative: Mapping[str, str], whole: Collection[str]) -> tuple[str, ...]:
+    """Return the states that are read back within the step: all of these, or none where one changes with another, or
+    with values of rows and columns."""
+    return states if set(settled(states, relative)) == set(states) and not set(states) & set(whole) else ()
 
 
 def settled(same: Collection[str], relative: Mapping[str, str]) -> tuple[str, ...]:

@@ -29,18 +29,10 @@ class Blocks:
 
     `live` is None where every block is full, else a bool tensor (1, blocks, size) that is False in the
     lanes past the end of a row.  `place` says where it lies in the logical tensor that it is a part of (row and column
-    of its first element, columns of that tensor); None: it is all of it.  `dims` are the dimensions that columns are
-    made of; None: one.
+    of its first element, columns of that tensor); None: it is all of it.
     """
 
-    def __init__(
-        self,
-        p: Tensor | Blocks,
-        size: int,
-        place: tuple[int, int, int] | None = None,
-        dims: Sequence[int] | None = None,
-    ) -> None:
-        self.dims = dims
+    def __init__(self, p: Tensor, size: int, place: tuple[int, int, int] | None = None) -> None:
         self.shape: torch.Size = p.shape
         self.device: torch.device = p.device
         self.size, self.place = size, place
@@ -60,10 +52,6 @@ class Blocks:
         if self.padding:
             x = torch.nn.functional.pad(x, (0, self.padding))
         return x.view(self.rows, self.blocks, self.size)
-
-    def per_block(self, x: Tensor) -> Tensor:
-        """x (rows, blocks) beside the elements: (rows, blocks, 1)."""
-        return x.view(self.rows, self.blocks, 1)
 
     def codes(self, x: Tensor, bits: int) -> Tensor:
         """Packed codes (rows, bytes) as (rows, blocks, size): a byte holds neighbours, the first in its lowest bits."""
@@ -91,10 +79,6 @@ class Blocks:
             return x.expand(self.shape)
         x = x.expand(self.rows, self.blocks, self.size).reshape(self.rows, -1)[:, : self.columns]
         return x.reshape(self.shape).contiguous()
-
-    def flat_per_block(self, x: Tensor) -> Tensor:
-        """One value per block as (rows, blocks)."""
-        return x.expand(self.rows, self.blocks, 1).reshape(self.rows, self.blocks)
 
     def flat_codes(self, x: Tensor, bits: int) -> Tensor:
         """Codes packed as `codes` reads them, (rows, bytes of whole eights); 0 past the end of a row."""
@@ -139,10 +123,6 @@ class Blocks:
     def tensor_max(self, x: Tensor) -> Tensor:
         """Largest of all elements: (); NaN where any is."""
         return (self.flat(x) + 0.0).amax()
-
-    def by(self, size: int) -> Blocks:
-        """The same tensor read in blocks of another size."""
-        return self if size == self.size else Blocks(self, size, self.place, self.dims)
 
 
 def few_sum(x: Tensor, space: str) -> Tensor:

@@ -60,7 +60,7 @@ class EagerStep:
         named = {owner: name for owner, name in variant.eager.codecs.items() if name}
         self.codecs = {owner: getattr(codecs, name) for owner, name in named.items()}
         self.fields: dict[str, Field] = {f.name: f for f in variant.fields}
-        self.temps: dict[str, Temp] = {t.name: t for t in variant.rule.temps}
+        self.temps: dict[str, Temp] = {t.name: t for t in variant.temps}
         self.stages = [(s, self._tile(s)) for s in variant.rule.stages if not s.on_host]
         words = tuple((at, narrow, anew) for at, narrow, anew in variant.eager.words)
         self.words = SimpleNamespace(recipes=keys.recipes(words), words=words)
@@ -90,19 +90,9 @@ class EagerStep:
         """Return the tables of numbers that a codec looks things up in."""
         return [tile.Pointer(eager.entries(t, device)) for t in self.codec(owner).tables]
 
-    def space(self, name: str) -> str:
-        """Return the space of a field or a temp."""
-        return self.temps[name].space if name in self.temps else self.fields[name].space
-
     def wide(self, owner: str) -> bool:
         """Return True for the weight and for states with a value for each element."""
         return owner == "p" or any(f.owner == owner and f.wide for f in self.variant.fields)
-
-    def kept(self, owner: str) -> list[str]:
-        """Return the names of what a value is read from, in the order in which its codec takes them."""
-        if owner in self.record.whole:
-            return [f"{owner}_{x}" for x in self.record.whole[owner].decode]
-        return [*(["p"] if owner == "p" else []), *self.variant.owned(owner)]
 
     def value(self, owner: str) -> SimpleNamespace:
         """Return what `optgen.runtime.gpu.codecs.Kept` says of a value."""
@@ -114,9 +104,9 @@ class EagerStep:
 
     def _small(self, stage: Stage, function: Any, x: Tensors, scalars: Sequence[Tensor]) -> None:
         """Run small work: a function of values of rows, columns, matrices or the parameter."""
-        b, given = Blocks(x.p, 1, x.place, x.dims), []
+        b, given = Blocks(x.p, 1, x.place), []
         for name in stage.reads:
-            gather = GATHERS.get((stage.space, self.space(name)))
+            gather = GATHERS.get((stage.space, self.variant.spaces[name]))
             given.append(gather(x[name], x.dims) if gather else x[name])
         if stage.kernel == COPY:
             made = given * (len(stage.stores) + len(stage.sums))
@@ -151,10 +141,11 @@ class Sweep:
 
     def __init__(self, e: EagerStep, stage: Stage, x: Tensors) -> None:
         self.e, self.stage, self.x = e, stage, x
-        self.live = [] if stage.reduces else [o for o in stage.stores if o not in e.record.still]
+        self.live = e.variant.stored_by(stage)
         self.owners = e.variant.owners_in(stage)
-        self.b = Blocks(x.p, e.variant.block_of(self.owners), x.place, x.dims)
+        self.b = Blocks(x.p, e.variant.block_of(self.owners), x.place)
         self.mask = ALL if self.b.live is None else self.b.live
+        self.words: dict[int, Tensor] = {}
 
     def run(self, function: Any, scalars: Sequence[Tensor], step_key: int) -> None:
         """Compute the new values, reduce what is summed, and store the rest."""
@@ -201,7 +192,7 @@ class Sweep:
 
     def _fields(self, owner: str) -> tuple[Any, ...]:
         """Return what a value is read from, and the tables of its codec."""
-        return (*map(self._one, self.e.kept(owner)), *self._tables(owner))
+        return (*map(self._one, self.e.variant.read_from(owner)), *self._tables(owner))
 
     def _tables(self, owner: str) -> Sequence[tile.Pointer]:
         return self.e.tables(owner, self.x.p.device)
@@ -215,7 +206,7 @@ class Sweep:
             return b.elements(x)
         if f.space != "elem":
             return b.spread(x)
-        return b.codes(x, f.width) if f.per == EIGHT else b.per_block(x).squeeze(-1)
+        return b.codes(x, f.width) if f.per == EIGHT else x.view(b.rows, b.blocks)
 
     def _stored(
         self, new: Mapping[str, Tensor], values: Mapping[str, Any], step_key: int
@@ -225,26 +216,36 @@ class Sweep:
         bases = set(e.record.relative.values())
         order = sorted(self.live, key=lambda o: (o != "p", o not in bases))
         rooted = [o for o in order if e.codec(o).root is not None]
-        roots: tuple[Tensor, ...] = ()
-        words: dict[int, Tensor] = {}
+        roots: dict[str, Tensor] = {}
         out = []
         for o in order:
             if o in e.temps or not e.wide(o):
-                out.append((x[o], b.flat(new[o]) if e.space(o) == "elem" else new[o]))
+                out.append((x[o], b.flat(new[o]) if e.variant.spaces[o] == "elem" else new[o]))
                 continue
             value = values[o]
             if value.root >= 0:
                 value.root = rooted.index(e.record.relative[o])
-            if value.word >= 0 and value.word not in words:
-                key = torch.tensor(step_key, dtype=torch.int32, device=x.p.device)
-                words[value.word] = e.device.word(b.index(), key, x.stream, e.words, value.word)
             own = [*map(self._one, self._kept_with(o)), *self._tables(o)]
-            made = e.device.encoded(new[o], roots, words, (self.mask,), own, value, b.live is not None)
-            names = [n for n in e.kept(o) if o not in e.record.whole or (n in e.fields and e.space(n) == "elem")]
+            words = self._words(value, step_key)
+            made = e.device.encoded(new[o], (*roots.values(),), words, (self.mask,), own, value, b.live is not None)
+            names = [
+                n
+                for n in e.variant.read_from(o)
+                if o not in e.record.whole or (n in e.fields and e.variant.spaces[n] == "elem")
+            ]
             out += [(x[name], self._flat(name, y)) for name, y in zip(names, made, strict=False)]
-            if e.codec(o).root is not None:
-                roots = (*roots, made[-1])
+            roots |= {o: made[-1]} if o in rooted else {}
         return out
+
+    def _words(self, value: Any, step_key: int) -> dict[int, Tensor]:
+        """Return the word of random bits that a value is rounded with, if it is, by its number."""
+        if value.word < 0:
+            return {}
+        if value.word not in self.words:
+            key = torch.tensor(step_key, dtype=torch.int32, device=self.x.p.device)
+            drawn = self.e.device.word(self.b.index(), key, self.x.stream, self.e.words, value.word)
+            self.words[value.word] = drawn
+        return self.words
 
     def _kept_with(self, owner: str) -> list[str]:
         """Return what else a value is encoded with."""
@@ -256,7 +257,7 @@ class Sweep:
         f = self.e.fields.get(name)
         if f is not None and f.per == EIGHT:
             return self.b.flat_codes(y & (1 << f.width) - 1, f.width)
-        return self.b.flat(y) if f is None or f.per == 1 else self.b.flat_per_block(y.unsqueeze(-1))
+        return self.b.flat(y) if f is None or f.per == 1 else y.expand(self.b.rows, self.b.blocks)
 
 
 ALL = torch.ones((), dtype=torch.bool)
@@ -285,10 +286,9 @@ class Storage(EagerStep):
     def _of(self, kernel: str, reads: Sequence[str], stores: Sequence[str]) -> Variant:
         """Return the variant with a rule of one sweep, and what its states need that are kept as a whole."""
         temps = tuple(Temp(f"{o}_value", "elem", wide=True) for o in self.owners)
-        needs = tuple((o, (f"{o}_value",)) for o in stores)
-        stage = Stage(kernel, "elem", 0, (), reads=tuple(reads), stores=tuple(stores), needs=needs)
-        rule = Rule(({},), (), lambda *_: (), temps, (stage,))
-        return replace(self.bare, rule=divided(rule, self.bare))
+        stage = Stage(kernel, "elem", reads=tuple(reads), stores=tuple(stores), needs=tuple(reads))
+        rule = Rule(({},), 0, lambda *_: (), stages=(stage,))
+        return divided(replace(self.bare, temps=temps, rule=rule))
 
     def decode(self, p: Tensor, *fields: Tensor, dims: Sequence[int] | None = None) -> dict[str, Tensor]:
         """Return the weight "p" and the states: fp32, of p's shape.  fields: those of element-wise states, in order."""

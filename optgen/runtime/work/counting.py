@@ -219,8 +219,6 @@ def on_device(
             "which a step that is counted on the device does not read: keep them in fp32 (overrides= of a plan), or do "
             "not set capturable=True and fused=True"
         )
-    assert variant.rule is not None
-    names = variant.rule.scalars
-    for x in (x for stage in variant.stages for x in stage.given if isinstance(x, str)):
-        control.rounded(names.index(x))  # raises where a function of matrices needs what only the device knows
+    for k in (k for stage in variant.stages if stage.space == "call" for k in stage.scalars):
+        control.rounded(k)  # raises where a function of matrices needs what only the device knows
     return Counted(control, 0, Step(done, host, values[width:], skip))

@@ -133,8 +133,8 @@ class _Function:
         if self.in_place:
             self.takes = self.makes = stage.temps
             self.function = getattr(functions, stage.kernel)
-            names = bucket.variant.rule.scalars if bucket.variant.rule else ()
-            self.given = [numbers(names.index(x)) if isinstance(x, str) else x for x in stage.given]
+            positions = iter(stage.scalars)
+            self.given = [numbers(next(positions)) if x is None else x for x in stage.given]
         else:
             self.function = plans.matrix_function(bucket.plan, stage.kernel)
             self.given = [numbers(k) for k in stage.scalars]

@@ -568,18 +568,6 @@ int32_t run(const int64_t *table, int64_t tensors, const float *scalars, int32_t
     return 0;
 }
 
-// The layout of a kernel's tables, for the host to compare: scalars, elements per block, columns, and of each
-// column the bytes per entry and of what it is one.
-template <class Kernel> const int32_t *layout() {
-    constexpr int n = width<Kernel>();
-    static int32_t out[3 + 2 * n] = {Kernel::SCALARS, Kernel::BLOCK, n};
-    for (int c = 0; c < n; c++) {
-        out[3 + 2 * c] = Kernel::COLUMNS[c].bytes;
-        out[4 + 2 * c] = Kernel::COLUMNS[c].kind;
-    }
-    return out;
-}
-
 // The functions behind the exported ones; kernels of several stages have their own (stages.h).
 template <class Kernel, class = void> struct Runner {
     static int32_t step(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {
@@ -589,15 +577,11 @@ template <class Kernel, class = void> struct Runner {
                           int32_t begin, int32_t end) {
         return begin == 0 && end == 1 ? step(table, tensors, scalars, step_key, threads) : 1;
     }
-    static const int32_t *layout() { return ::layout<Kernel>(); }
 };
 
 }  // namespace
 
 #define OPTGEN_EXPORT                                                                                                 \
-    extern "C" __attribute__((visibility("default"))) const int32_t *optgen_layout() {                                \
-        return Runner<OPTGEN_KERNEL<OPTGEN_GRAD>>::layout();                                                          \
-    }                                                                                                                 \
     extern "C" __attribute__((visibility("default"))) int32_t optgen_step(                                            \
         const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {             \
         return Runner<OPTGEN_KERNEL<OPTGEN_GRAD>>::step(table, tensors, scalars, step_key, threads);                  \

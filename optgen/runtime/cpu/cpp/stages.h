@@ -33,12 +33,6 @@ struct Place {
     int source;  // of what is reduced: the place whose array of the tile holds it; its own but where two share one
 };
 
-// An address of a table row.
-struct StageColumn {
-    int bytes;
-    int32_t kind;  // of the values; 8 more for partial results
-};
-
 // The values that all tiles of a tensor share.
 struct Known {
     const float *scalars, *extent;
@@ -936,7 +930,7 @@ inline void work(const Stage *stages, int begin, int end, const Table &table, co
 // A kernel whose struct lists its stages.
 template <class Kernel> struct Runner<Kernel, typename Kernel::staged> {
     static constexpr int STAGES = sizeof(Kernel::STAGES) / sizeof(Stage);
-    static constexpr int ADDRESSES = sizeof(Kernel::COLUMNS) / sizeof(StageColumn);
+    static constexpr int ADDRESSES = Kernel::ADDRESSES;
 
     static int32_t stages(const int64_t *rows, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads,
                           int32_t begin, int32_t end) {
@@ -962,16 +956,6 @@ template <class Kernel> struct Runner<Kernel, typename Kernel::staged> {
 
     static int32_t step(const int64_t *rows, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {
         return stages(rows, tensors, scalars, step_key, threads, 0, STAGES);
-    }
-
-    // As for other kernels; then the kinds of the temps and of the partial results.
-    static const int32_t *layout() {
-        static int32_t out[3 + 2 * ADDRESSES] = {Kernel::SCALARS, Kernel::BLOCK, ADDRESSES};
-        for (int c = 0; c < ADDRESSES; c++) {
-            out[3 + 2 * c] = Kernel::COLUMNS[c].bytes;
-            out[4 + 2 * c] = Kernel::COLUMNS[c].kind;
-        }
-        return out;
     }
 };
 
