@@ -335,8 +335,6 @@ def adamod(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return peer("AdaMod")({}, {k: v for k, v in hypers.items() if k != "beta3"})
 
 
-
-
 @paper
 def srmm(o, s, p, g, t, lr):
     """The paper's recursion of both averages: pytorch_optimizer's begin at 0, so that the first step shrinks p."""
@@ -758,6 +756,10 @@ def _adamw_beside(hypers: dict[str, Any], eps: str) -> Step:
     return lambda p, g, t, lr: inner(p, g, t, hypers["adamw_lr"])
 
 
+def _adamw_of_same_rate(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    return torch_optim("AdamW")({}, {k: hypers[k] for k in ("betas", "eps", "weight_decay")})
+
+
 def _flat(inner: Step) -> Step:
     """Convolutions are matrices of their output channels."""
 
@@ -795,7 +797,7 @@ def orthogonal(o: Any, x: Tensor, eps: float = 1e-7) -> Tensor:
     return _zeropower_via_newtonschulz(x, o.ns_coefficients, o.ns_steps, eps).to(x.dtype)
 
 
-@of_matrices(lambda flags, hypers: _adamw_of_same_rate(flags, hypers))
+@of_matrices(_adamw_of_same_rate)
 def sinkgd(o, s, p, g, t, lr):
     """Algorithm 4: rows, then columns, five times divided by their norms, times the root of their length."""
     rows, columns = g.shape
@@ -836,8 +838,6 @@ def adanorm(o, s, p, g, t, lr):
     s.m = beta1 * m + (1 - beta1) * g * max(1.0, float(s.norm / g.norm()))
     s.v = beta2 * v + (1 - beta2) * g * g
     return p - lr * s.m / (1 - beta1**t) / ((s.v / (1 - beta2**t)).sqrt() + o.eps)
-
-
 
 
 def _torque(o, s, m, g):
@@ -1061,7 +1061,7 @@ def scion(o, s, p, g, t, lr):
     return (p if o.unconstrained else p * (1 - lr)) - lr * o.scale * u.reshape(p.shape)
 
 
-@of_matrices(lambda flags, hypers: _adamw_of_same_rate(flags, hypers))
+@of_matrices(_adamw_of_same_rate)
 def dion2(o, s, p, g, t, lr):
     """The authors' step of a matrix on one device, with torch's Newton-Schulz."""
     s.m, tall = s.m + g, len(g) > g.shape[1]
@@ -1090,10 +1090,6 @@ def _each_matrix(matrices: Oracle, others: Oracle, reach: Callable[..., int] = m
         return step
 
     return make
-
-
-def _adamw_of_same_rate(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
-    return torch_optim("AdamW")({}, {k: hypers[k] for k in ("betas", "eps", "weight_decay")})
 
 
 @paper

@@ -124,7 +124,7 @@ def test_steps_in_bases_of_their_own(name: str, shape: tuple[int, ...], k: int, 
     period = options["inverse_every" if name == "splus" else "update_proj_gap"]
     ours, seen, now = begun(name, backend, shape, options), {}, []
     exact = start = ours.weight
-    torch.randn(shape, generator=draw)
+    torch.randn(shape, generator=draw)  # the weight's: gradients are those behind them
     more = {"bases": lambda k: [x[k] for x in now], "seen": seen, "matrix": 0, "scale": 0.25}
     oracle = IN_BASES[name]({}, more | options)
     loose, terms = torch.zeros(shape, dtype=torch.float64), math.sqrt(sum(shape[-2:]))

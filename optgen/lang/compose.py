@@ -100,7 +100,7 @@ def _free(inner: Spec, wrapper: str, name: str) -> str:
     return f"{wrapper}_{name}" if name in _names(inner) and not name.startswith(f"{wrapper}_") else name
 
 
-def _made(
+def _composed(
     inner: Spec, name: str, doc: str, cite: str, declared: Sequence[Declaration], place: Loc,
     step: Callable[..., tuple[Any, ...]], *, inside: Spec | None = None, t: bool = False,
     evaluation: Evaluation | None = None,
@@ -216,7 +216,7 @@ def wrapper(
                 given = {x.name for x in declared if isinstance(x, StateDecl) and x.trait == INPUT} & {"first_grad"}
                 ascends = {x: named[x] for x in (*(h.name for h in ascent.hypers), *given)}
                 inner = replace(inner, ascent=ascent, ascends=ascends)
-            return _made(inner, name, doc, cite, mine, place, step, t="t" in bare, evaluation=own_weights)
+            return _composed(inner, name, doc, cite, mine, place, step, t="t" in bare, evaluation=own_weights)
 
         return around
 
@@ -291,7 +291,7 @@ def low_rank(inner: Spec, state: str, *, when: str, rank: int = 8, **fixed: bool
     hyper = HyperDecl(rank_name, float(rank), ge=1, whole=True, parts=(rank_name,))
     doc = f"{inner.class_name} with `{state}` kept as a product of rank {rank_name} and a residual."
     declared = (hyper, *(replace(s, name=name) for s, name in zip(added, parts, strict=True)))
-    return _made(changed, "low_rank", doc, inner.cite, declared, place, step, inside=inner)
+    return _composed(changed, "low_rank", doc, inner.cite, declared, place, step, inside=inner)
 
 
 def _refuse_low_rank(inner: Spec, place: Loc, states: set[str], flags: set[str], fixed: set[str]) -> None:

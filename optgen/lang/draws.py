@@ -41,6 +41,3 @@ def normal_of_elements(number: object) -> Any:
     """A standard normal number for each element, at most 5.42 in size: the inverse of its distribution at a uniform
     one, which is midway between two multiples of 2^-24."""
     return math.sqrt(2.0) * erfinv(2.0 * uniform_of_elements(number) - (1.0 - 2.0**-24))
-
-
-__all__ = ["DRAWN", "KEYS", "normal_of_elements", "uniform_of_elements"]

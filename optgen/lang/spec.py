@@ -190,21 +190,21 @@ class Spec:
 
         shape  that of the parameter, or (blocks, rows, columns) of one in blocks of 8 or more rows
         """
-        out = {}
+        out: dict[str, bool] = {}
+        options = {**self.defaults, **values}
         for f in self.flags:
             if f.name in values:
                 out[f.name] = bool(values[f.name])
             elif f.nonzero is not None:
-                out[f.name] = bool(values.get(f.nonzero, self.hyper(f.nonzero).default) != 0)
+                out[f.name] = bool(options[f.nonzero] != 0)
             elif f.every is not None:
-                interval = values.get(f.every, self.hyper(f.every).default)
-                out[f.name] = step is not None and (step - f.first) % interval == 0
+                out[f.name] = step is not None and (step - f.first) % options[f.every] == 0
             elif f.first:
                 out[f.name] = step == 1
             elif f.fed is not None:
                 out[f.name] = f.all_fed(values)
             elif f.shape is not None and shape is not None:
-                out[f.name] = f.holds(seen(shape) if self.matrix == "heads" else shape, {**self.defaults, **values})
+                out[f.name] = f.holds(seen(shape) if self.matrix == "heads" else shape, options)
             else:
                 out[f.name] = f.default
         return out
