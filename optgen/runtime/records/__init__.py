@@ -469,7 +469,7 @@ WIDE = "wide"
 
 @dataclass(frozen=True)
 class Eager:
-    """How a rule's values are stored under a plan.
+    """The storage of a rule's values under a plan.
 
     codecs    owner ("p" or a state) -> name of its codec in the plan's module ({"exp_avg": "signed"}); others are fp32
     relative  state -> the state whose root it is divided by ({"exp_avg": "exp_avg_sq"})
@@ -499,7 +499,7 @@ class Eager:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """What a rule and a plan make of parameters of one dtype and size class, under one setting of the flags.
+    """A rule under a plan, for parameters of one dtype and size class, and one setting of the flags.
 
     function     its name ("adamw_bfloat16_small")
     param        dtype of the parameter ("bfloat16")
