@@ -6,7 +6,7 @@ import fnmatch
 import importlib
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -22,7 +22,7 @@ REST = "*"
 
 Named = list[tuple[str, Tensor]]
 Model = nn.Module | Iterable[tuple[str, Tensor]]
-Made = TypeVar("Made", bound=torch.optim.Optimizer)
+OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
 
 
 def list_rules(pattern: str = "*") -> list[str]:
@@ -32,7 +32,7 @@ def list_rules(pattern: str = "*") -> list[str]:
 
 
 @overload
-def make(rule: type[Made], model: Model, *, plan: Any = None, **options: Any) -> Made: ...
+def make(rule: type[OptimizerType], model: Model, *, plan: Any = None, **options: Any) -> OptimizerType: ...
 
 
 @overload
@@ -67,21 +67,9 @@ def make(rule: Any, model: Model, *, plan: Any = None, **options: Any) -> torch.
     if not all(isinstance(pair, (tuple, list)) for pair in named):
         raise TypeError("make: several rules are given by names: take the model, or its named_parameters()")
     claimed = _claims(rule, named)
-    asked = {key: dict(value) if isinstance(value, Mapping) else {"rule": value} for key, value in rule.items()}
-    for key, own in asked.items():
-        if "rule" not in own:
-            raise ValueError(f"make: {key!r}: expected the name of a rule, or a dict with one under 'rule', got {own}")
-        own.setdefault("plan", plan)
-        own["rule"] = class_of(own["rule"], own["plan"])
-        if hasattr(own["rule"], "first_step"):
-            what = f"{own['rule'].__name__} takes two gradients of all parameters: make the rules without it"
-            raise ValueError(f"make: {key!r}: {what}, and optgen.SAM(opt, rho=...) goes around them")
+    asked = {key: _options(key, value, plan) for key, value in rule.items()}
     takes = {key: inspect.signature(own["rule"]).parameters for key, own in asked.items()}
-    for option in options:
-        if not any(option in known for known in takes.values()):
-            names = ", ".join(dict.fromkeys(own["rule"].__name__ for own in asked.values()))
-            guess = near(option, [name for known in takes.values() for name in known])
-            raise TypeError(f"make: none of {names} has the option {option!r}{guess}")
+    _check_options(options, [own["rule"].__name__ for own in asked.values()], [*takes.values()])
     parts: dict[str, Optimizer] = {}
     for key, own in asked.items():
         mine = [pair for pair in named if claimed[pair[0]] == key]
@@ -89,6 +77,28 @@ def make(rule: Any, model: Model, *, plan: Any = None, **options: Any) -> torch.
         given = {name: value for name, value in options.items() if name in takes[key]}
         parts[key] = cls(mine, **_planned(own_plan), **module, **{**given, **own})
     return Several(parts)
+
+
+def _options(key: Any, value: Any, plan: Any) -> dict[str, Any]:
+    """Return the options of one of several rules, with its class under "rule"."""
+    own = dict(value) if isinstance(value, Mapping) else {"rule": value}
+    if "rule" not in own:
+        raise ValueError(f"make: {key!r}: expected the name of a rule, or a dict with one under 'rule', got {own}")
+    own.setdefault("plan", plan)
+    own["rule"] = class_of(own["rule"], own["plan"])
+    if hasattr(own["rule"], "first_step"):
+        what = f"{own['rule'].__name__} takes two gradients of all parameters: make the rules without it"
+        raise ValueError(f"make: {key!r}: {what}, and optgen.SAM(opt, rho=...) goes around them")
+    return own
+
+
+def _check_options(options: Iterable[str], classes: Iterable[str], takes: Sequence[Iterable[str]]) -> None:
+    """Raise TypeError for an option that no class takes."""
+    known = [name for arguments in takes for name in arguments]
+    for option in options:
+        if option not in known:
+            names = ", ".join(dict.fromkeys(classes))
+            raise TypeError(f"make: none of {names} has the option {option!r}{near(option, known)}")
 
 
 def _planned(plan: Any) -> dict[str, Any]:
@@ -109,15 +119,10 @@ def class_of(rule: Any, plan: Any = None) -> Any:
 
 def _claims(rules: Mapping[Any, Any], named: Named) -> dict[str, Any]:
     """Return the expression, or function, that each name goes to."""
-    patterns: dict[Any, re.Pattern[str] | None] = {}
-    for key in rules:
-        try:
-            patterns |= {key: None if callable(key) else re.compile(key)} if key != REST else {}
-        except (re.error, TypeError) as error:
-            raise ValueError(f"make: {key!r} is no regular expression of names: {error}") from None
+    patterns = {key: key if callable(key) else _searched(key) for key in rules if key != REST}
     claimed: dict[str, Any] = {}
     for name, p in named:
-        found = [key for key, pattern in patterns.items() if (pattern.search(name) if pattern else key(name, p))]
+        found = [key for key, matches in patterns.items() if matches(name, p)]
         if len(found) > 1:
             raise ValueError(f"make: {name} is matched by {found[0]!r} and {found[1]!r}: let one of them exclude it")
         if not found and REST not in rules:
@@ -125,6 +130,18 @@ def _claims(rules: Mapping[Any, Any], named: Named) -> dict[str, Any]:
         claimed[name] = found[0] if found else REST
     for key in rules:
         if key not in claimed.values():
-            shown = ", ".join([*(name for name, _ in named[:8]), *(["..."] if named[8:] else [])])
-            raise ValueError(f"make: {key!r} matches no parameter: their names are {shown}")
+            raise ValueError(f"make: {key!r} matches no parameter: their names are {_shown(named)}")
     return claimed
+
+
+def _shown(named: Named) -> str:
+    return ", ".join([*(name for name, _ in named[:8]), *(["..."] if named[8:] else [])])
+
+
+def _searched(pattern: Any) -> Callable[[str, Tensor], Any]:
+    """Return the search for a regular expression as a function of a name and a parameter."""
+    try:
+        expression = re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"make: {pattern!r} is no regular expression of names: {error}") from None
+    return lambda name, _: expression.search(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -40,31 +40,45 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     modules = dict(model.named_modules(remove_duplicate=False))
     _check_patterns(keep, [*modules, *(name for name, _ in tensors)])
-    kept_modules = {name for name, module in modules.items() if name and _matches(name, keep)}
+    kept_modules = {name for name in modules if name and _matches(name, keep)}
+    cast = _to_cast(tensors, modules, kept_modules, keep)
+    for name, tensor in cast.items():
+        _check_plain(name, tensor, dtype)
+    for tensor in cast.values():
+        _cast(tensor, dtype, low_bits)
+    bits.carry(model)
+    _set_boundaries(modules, kept_modules, dtype)
+    return model
+
+
+def _to_cast(
+    tensors: Sequence[tuple[str, Tensor]], modules: Mapping[str, nn.Module], kept_modules: set[str], keep: Sequence[str]
+) -> dict[str, Tensor]:
+    """Return the floating tensors that are not kept by any of their names, each under its first one."""
     norms = {name for name, module in modules.items() if isinstance(module, _NormBase) and module.track_running_stats}
     kept = {id(t) for name, t in tensors if _matches(name, keep) or _below(name, kept_modules | norms)}
-    for name, tensor in tensors:
-        if id(tensor) in kept or not tensor.is_floating_point() or tensor.dtype == dtype:
-            continue
-        if sharding.is_sharded(tensor) or state.wraps(tensor):
-            raise TypeError(
-                f"cast_model: {name!r} is a {type(tensor).__name__}, which says its dtype beside the tensors that it "
-                f"stands for, and those cannot be cast in place: cast the model before it is sharded or wrapped, or "
-                f"use model.to({dtype}), which keeps no low bits"
-            )
-    done: set[int] = set()
-    for _, tensor in tensors:
-        if id(tensor) not in kept | done and tensor.is_floating_point():
-            done.add(id(tensor))
-            _cast(tensor, dtype, low_bits)
-    bits.carry(model)
+    first = {id(t): name for name, t in reversed(tensors)}
+    return {name: t for name, t in tensors if first[id(t)] == name and id(t) not in kept and t.is_floating_point()}
+
+
+def _check_plain(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raise TypeError for a tensor that stands for others, and would have to be cast."""
+    if tensor.dtype != dtype and (sharding.is_sharded(tensor) or state.wraps(tensor)):
+        raise TypeError(
+            f"cast_model: {name!r} is a {type(tensor).__name__}, which says its dtype beside the tensors that it "
+            f"stands for, and those cannot be cast in place: cast the model before it is sharded or wrapped, or "
+            f"use model.to({dtype}), which keeps no low bits"
+        )
+
+
+def _set_boundaries(modules: Mapping[str, nn.Module], kept: set[str], dtype: torch.dtype) -> None:
+    """Let the outermost kept modules cast their inputs and outputs, in place of the hooks of an earlier call."""
     for module in modules.values():
-        _no_boundary(module)
-    for name in sorted(kept_modules):
-        if not _below(name.rpartition(".")[0], kept_modules):
-            modules[name].register_forward_pre_hook(_In(), with_kwargs=True)
-            modules[name].register_forward_hook(_Out(dtype))
-    return model
+        _remove_boundary(module)
+    for name in sorted(kept):
+        if not _below(name.rpartition(".")[0], kept):
+            modules[name].register_forward_pre_hook(_CastInputs(), with_kwargs=True)
+            modules[name].register_forward_hook(_CastOutputs(dtype))
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -110,7 +124,7 @@ def _has_bits(exact: Tensor) -> bool:
     return plain and exact.dtype == torch.float32
 
 
-class _In:
+class _CastInputs:
     """Forward pre-hook: floating inputs to the dtype of the module's own floating tensors."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -119,7 +133,7 @@ class _In:
         return _convert(args, dtype), _convert(kwargs, dtype)
 
 
-class _Out:
+class _CastOutputs:
     """Forward hook: floating outputs to the dtype of the model around the kept module."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -142,10 +156,10 @@ def _convert(value: Any, dtype: torch.dtype | None) -> Any:
     return value
 
 
-def _no_boundary(module: nn.Module) -> None:
+def _remove_boundary(module: nn.Module) -> None:
     """Remove the hooks of an earlier call."""
-    for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Out)]:
+    for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _CastOutputs)]:
         del module._forward_hooks[key]
-    for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _In)]:
+    for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _CastInputs)]:
         del module._forward_pre_hooks[key]
         module._forward_pre_hooks_with_kwargs.pop(key, None)

@@ -701,18 +701,6 @@ def test_a_cache_that_others_may_write_is_not_used(project: Path, monkeypatch: p
             assert (cache.folder() == shared) == used
 
 
-def test_a_ready_made_optimizer_takes_every_plan() -> None:
-    import torch
-
-    from optgen.optim import Lion
-
-    p = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
-    p.grad = torch.ones_like(p)
-    opt = Lion([p], lr=0.5, plan="split32")
-    opt.step()
-    assert "weight_low" in opt.state[p] and bool((p < 1).all())
-
-
 def test_a_folder_with_specs_of_its_own_is_a_project_within_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

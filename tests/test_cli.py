@@ -12,7 +12,7 @@ import pytest
 
 import optgen
 import specs
-from optgen.driver import cli, fuzz, load, terminal
+from optgen.driver import cli, doctor, fuzz, load, terminal
 from tests.harness import python
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,39 +182,30 @@ def test_fuzz_in_tritons_interpreter(run: Run) -> None:
         assert (code, as_json(out)["holds"]) == (0, True), out + err
 
 
-def test_doctor(run: Run) -> None:
+def doctor_of(run: Run, exit_code: int = 0) -> tuple[dict[str, dict[str, str]], str]:
+    """Return the lines of `optgen doctor` by what they are about, and its verdict."""
     code, out, _ = run("doctor", "--json")
-    lines = {line["what"]: line for line in as_json(out)["lines"]}
-    assert code == 0
+    data = as_json(out)
+    assert (code, data["exit"]) == (exit_code, exit_code)
+    return {line["what"]: line for line in data["lines"]}, data["verdict"]
+
+
+def test_doctor(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names what is here, what is missing (exit code 3), and a cache that is not used; it makes no folder."""
+    lines, verdict = doctor_of(run)
     assert {"optgen", "python", "torch", "triton", "gpu", "compiler", "cache"} <= set(lines)
-    assert lines["optgen"]["found"].startswith(optgen.__version__)
-    assert as_json(out)["verdict"].startswith("ready: ")
-
-
-def test_doctor_says_three_where_something_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from optgen.driver import doctor
-
+    assert lines["optgen"]["found"].startswith(optgen.__version__) and verdict.startswith("ready: ")
     monkeypatch.setattr(doctor, "NEEDED", ("no-such-package",))
-    code, out, _ = run("doctor", "--json")
-    assert (code, as_json(out)["exit"]) == (3, 3)
-    assert as_json(out)["verdict"] == "not ready: no-such-package missing"
-
-
-def test_doctor_warns_of_a_cache_that_is_not_used(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor_of(run, 3)[1] == "not ready: no-such-package missing"
+    monkeypatch.undo()
     tmp_path.chmod(0o777)
     monkeypatch.setenv("OPTGEN_CACHE", str(tmp_path))
-    code, out, _ = run("doctor", "--json")
-    (line,) = (line for line in as_json(out)["lines"] if line["what"] == "cache")
-    assert (code, line["verdict"]) == (0, "warning")
-    assert line["found"].startswith(f"{tmp_path}, ") and line["advice"].startswith("other users")
-
-
-def test_doctor_names_a_missing_compiler_and_makes_no_folder(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cache = doctor_of(run)[0]["cache"]
+    assert cache["verdict"] == "warning" and cache["advice"].startswith("other users")
+    assert cache["found"].startswith(f"{tmp_path}, ")
     monkeypatch.setenv("OPTGEN_CACHE", str(tmp_path / "a" / "b"))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    lines = {line["what"]: line for line in as_json(run("doctor", "--json")[1])["lines"]}
+    lines, _ = doctor_of(run)
     assert lines["cpu"]["verdict"] == "note" and "'no-such-compiler' is no C++ compiler" in lines["cpu"]["advice"]
     assert lines["cache"]["verdict"] == "ok"
     assert lines["cache"]["found"].endswith(", generated code and 0 compiled kernels")
@@ -225,7 +216,7 @@ def test_version_and_help(run: Run) -> None:
     assert run("--version")[:2] == (0, f"optgen {optgen.__version__}\n")
     code, out, _ = run("--help")
     assert code == 0
-    for name in ("new", "build", "check", "list", "show", "explain", "fuzz", "doctor"):
+    for name in ("new", "build", "check", "list", "show", "explain", "fuzz", "doctor", "--install-completion"):
         assert name in out
 
 
@@ -255,10 +246,6 @@ def test_quiet_and_verbose(project: Path, run: Run, monkeypatch: pytest.MonkeyPa
         err = run("explain", "adamv", *words)[2]
         assert "in find_spec" in err and "error[E404]: " in err
         assert err.splitlines()[-1].startswith("explain: ") == (words == ["-v"])
-
-
-def test_shell_completion_is_offered(run: Run) -> None:
-    assert "--install-completion" in run("--help")[1]
 
 
 # -- wrong input
@@ -425,8 +412,6 @@ def test_new_overwrites_nothing_and_says_what_it_shadows(project: Path, run: Run
 
 
 def test_a_fault_of_ours_is_seventy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from optgen.driver import doctor
-
     def broken() -> list[Any]:
         raise RuntimeError("boom")
 

@@ -185,15 +185,6 @@ def test_megatron_makes_the_class_of_an_entry(name: str) -> None:
     assert same_weights(model, other)
 
 
-def test_scripts_that_import_a_class_by_its_path() -> None:
-    """kohya's: `--optimizer_type optgen.optim.AdamW --optimizer_args plan='int8_split24'` is getattr of a module."""
-    path, model = "optgen.optim.CAME".rpartition("."), net()
-    cls = getattr(importlib.import_module(path[0]), path[2])
-    groups = [{"params": list(model.parameters()), "lr": 1e-2}]
-    optimizer = cls(groups, lr=3.0, plan="int8_split24")
-    assert (type(optimizer).__name__, optimizer.param_groups[0]["lr"]) == ("CAME", 1e-2)
-
-
 def test_a_missing_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchtitan", None)
     for name in [name for name in sys.modules if name.startswith("torchtitan.")]:

@@ -243,23 +243,6 @@ def test_an_argument_that_is_not_there_is_named_with_the_class(name: str) -> Non
         AdamW([torch.zeros(3, requires_grad=True)], **given)
 
 
-def test_a_wrong_argument_is_an_error_to_mypy(tmp_path: Path) -> None:
-    api = pytest.importorskip("mypy.api")
-    file = tmp_path / "train.py"
-    file.write_text(
-        "from optgen.optim import AdamW, Lion\n"
-        "AdamW([], lr=1e-3, betas=(0.9, 0.95), plan='int8', capturable=True)\n"
-        "AdamW([], foo=3)\n"
-        "Lion([], amsgrad=True)\n"
-        "AdamW([], amsgrad='yes')\n"
-    )
-    # torch is not followed: reading it takes most of a minute.
-    options = ["--follow-imports=skip", "--config-file=", f"--cache-dir={tmp_path}", "--no-error-summary"]
-    out, _, _ = api.run([*options, str(file), str(write_types.FILE)])
-    found = [line.partition(": error: ")[2] for line in out.splitlines() if ": error: " in line]
-    assert [line.split('"')[1] for line in found] == ["foo", "amsgrad", "amsgrad"], out
-
-
 @pytest.mark.parametrize(("asked", "meant"), [("adamw", "AdamW"), ("Came", "CAME"), ("AdamW8bit", "AdamW")])
 def test_an_optimizer_that_is_not_there_has_a_neighbour(asked: str, meant: str) -> None:
     with pytest.raises(AttributeError, match=f"no optimizer '{asked}': did you mean {meant}"):

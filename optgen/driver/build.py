@@ -174,17 +174,11 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     outcome.classes = sorted(u.spec.class_name for u in units)
     maths = request.maths or config.maths
     specs = {u.spec.name: u.built(out, request.project, maths) for u in units}
+    files, others = _texts(units, request, config, maths, track), dict[str, str]()
     if request.named:
         _refuse_other_maths(manifest, specs, maths)
-    hashed = hash_jobs(config, request.project) if config.hashes and not request.named else {}
-    files = _generate([*_jobs(units, maths, request.backends or config.backends), *hashed.values()], track)
-    if hashed:
-        files[HASHES] = "".join(f"{name} {files.pop(f'{HASHES}/{name}')}\n" for name in hashed)
-    folders = {_package(name) for name in files}
-    others: dict[str, str] = {}
-    if request.named:
-        specs = {**manifest.specs, **specs}
-        others = {name: hashed for name, hashed in manifest.files.items() if _package(name) not in folders}
+        specs, folders = {**manifest.specs, **specs}, {_package(name) for name in files}
+        others = {name: digest for name, digest in manifest.files.items() if _package(name) not in folders}
     files[INIT] = init_text(_distinct(specs))
     stale = _removable(out, set(manifest.files) - set(others) - set(files), outcome)
     files[MANIFEST] = Manifest(others | {k: digest(v.encode()) for k, v in files.items()}, specs).text()
@@ -192,6 +186,15 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     if not request.check:
         _write(out, files, outcome)
     return outcome
+
+
+def _texts(units: Sequence[Unit], request: Request, config: Config, maths: Maths, track: Track | None) -> Files:
+    """Generate the packages of rules and plans, and the hashes where a project has them."""
+    hashed = hash_jobs(config, request.project) if config.hashes and not request.named else {}
+    files = _generate([*_jobs(units, maths, request.backends or config.backends), *hashed.values()], track)
+    if hashed:
+        files[HASHES] = "".join(f"{name} {files.pop(f'{HASHES}/{name}')}\n" for name in hashed)
+    return files
 
 
 def _refuse_other_maths(manifest: Manifest, specs: Mapping[str, Built], maths: Maths) -> None:
@@ -230,7 +233,7 @@ def _units(request: Request, config: Config, manifest: Manifest, outcome: Outcom
     """Return the units of a build in the order of their names."""
     project = request.project
     found: dict[str, tuple[Spec, str, dict[str, Plan]]] = {}
-    for wish in _asked(request, config, manifest):
+    for wish in _requested(request, config, manifest):
         spec, plan = load.find_spec(wish.spec, project), load.find_plan(wish.plan, project)
         first, _, plans = found.setdefault(spec.name, (spec, wish.spec, {}))
         if first.loc.file != spec.loc.file:
@@ -238,7 +241,7 @@ def _units(request: Request, config: Config, manifest: Manifest, outcome: Outcom
         if _accepted(spec, plan, wish, outcome):
             plans[plan.name] = plan
     if not found:
-        raise _nothing(request, config)
+        raise _nothing_to_build(request, config)
     known = list(load.plans(project))
     units = []
     for name, (spec, asked, plans) in sorted(found.items()):
@@ -258,12 +261,12 @@ def _changes(folder: str, before: Built, reference: str, plans: Collection[str])
     return gone + (other if before.reference != reference else [])
 
 
-def _asked(request: Request, config: Config, manifest: Manifest) -> list[Wish]:
+def _requested(request: Request, config: Config, manifest: Manifest) -> list[Wish]:
     """Return the requested pairs; a named rule keeps the plans that it has."""
     project, known = request.project, load.plans(request.project)
     usual = wishes(project, config)
     if config.build is None and not request.names:
-        usual += _kept(manifest, project)
+        usual += _built_before(manifest, project)
     if not request.named:
         return once(usual)
     out: list[Wish] = []
@@ -278,7 +281,7 @@ def _asked(request: Request, config: Config, manifest: Manifest) -> list[Wish]:
     return once(out)
 
 
-def _kept(manifest: Manifest, project: Path) -> list[Wish]:
+def _built_before(manifest: Manifest, project: Path) -> list[Wish]:
     """Return the pairs that a folder has, but for those of specs and plans that are gone."""
     known = load.plans(project)
     found = {placed(built.reference, project): built.plans for built in manifest.specs.values()}
@@ -311,7 +314,7 @@ def _reference(asked: str, spec: Spec, project: Path) -> str:
     return f"{file.relative_to(root).as_posix() if file.is_relative_to(root) else source}:{spec.name}"
 
 
-def _nothing(request: Request, config: Config) -> UserError:
+def _nothing_to_build(request: Request, config: Config) -> UserError:
     if request.plans and (request.names or load.entries(request.project)):
         note = f"no plan or spec matches --plan {' --plan '.join(request.plans)}"
     elif config.build is not None:
@@ -411,18 +414,18 @@ def _generate(jobs: Sequence[Job], track: Track | None) -> Files:
         done: Iterator[Files] = (job() for job in jobs)
         if len(jobs) >= MANY_JOBS and processes > 1 and alone:
             # A forked process has the jobs: they need not be sent, and could not be.
-            pool = multiprocessing.get_context("fork").Pool(processes, _taken.extend, (jobs,))
-            done = stack.enter_context(pool).imap(_do, range(len(jobs)))
+            pool = multiprocessing.get_context("fork").Pool(processes, _forked_jobs.extend, (jobs,))
+            done = stack.enter_context(pool).imap(_run_job, range(len(jobs)))
         for files in track(done, len(jobs)) if track else done:
             out |= files
     return dict(sorted(out.items()))
 
 
-_taken: list[Job] = []
+_forked_jobs: list[Job] = []
 
 
-def _do(number: int) -> Files:
-    return _taken[number]()
+def _run_job(number: int) -> Files:
+    return _forked_jobs[number]()
 
 
 # Its imports are private names: modules and classes of specs stand beside them.
@@ -482,9 +485,7 @@ def _read(path: Path) -> str | None:
         raise UserError("E413", path=relative(str(path)), why=error.strerror) from error
 
 
-def _compare(
-    out: Path, files: Mapping[str, str], stale: Sequence[str], manifest: Manifest, outcome: Outcome
-) -> None:
+def _compare(out: Path, files: Mapping[str, str], stale: Sequence[str], manifest: Manifest, outcome: Outcome) -> None:
     """Record the differences between the folder and the files."""
     diff: list[str] = []
     for name in sorted({*files, *stale}):

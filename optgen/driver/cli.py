@@ -384,28 +384,31 @@ def _tell_fuzz(t: Terminal, spec: str, plan: str, result: Any) -> None:
         "reproduce": result.reproduce, "crash": result.crash,
         "unknown": dict(result.unknown), "unbounded": dict(result.unbounded),
     }  # fmt: skip
-    columns = {"value": "", "error / bound": ".4f", "error": ".3g", "bound": ".3g", "kept": ".6g", "fp64 oracle": ".6g"}
-    cells = [(w.name, w.ratio, w.error, w.bound, w.got, w.exact) for w in worst]
-    rows = [[format(x, spec) for x, spec in zip(row, columns.values(), strict=True)] for row in cells]
-    t.show(table("worst case found" if result.ok else "the shrunk failure", tuple(columns), rows))
-    if result.unknown:
-        t.fail()
-        for fmt in sorted(set(result.unknown.values())):
-            names = ", ".join(name for name, other in result.unknown.items() if other == fmt)
-            t.log(f"no bound is known for {fmt}: what it kept of {names} was not checked", "red")
-    if result.unbounded:
-        counts = (f"{name} ({part:,} of {of:,} elements)" for name, (part, of) in result.unbounded.items())
-        t.show(f"no bound is known of {', '.join(counts)}")
+    columns = ("value", "error / bound", "error", "bound", "kept", "fp64 oracle")
+    rows = [
+        (w.name, f"{w.ratio:.4f}", f"{w.error:.3g}", f"{w.bound:.3g}", f"{w.got:.6g}", f"{w.exact:.6g}") for w in worst
+    ]
+    t.show(table("worst case found" if result.ok else "the shrunk failure", columns, rows))
+    _tell_unbounded(t, result)
     if result.ok:
         others = "every other element" if result.unknown or result.unbounded else "every element"
         t.show(f"{spec} under {plan}: {result.examples} examples, {others} within its bound")
         return
     t.fail()
-    if result.crash:
-        t.log(f"crashed: {result.crash}", "red")
-    else:
-        t.log(f"outside its bound: {', '.join(result.report.broken)}", "red")
+    broken = f"crashed: {result.crash}" if result.crash else f"outside its bound: {', '.join(result.report.broken)}"
+    t.log(broken, "red")
     t.show(f"again: {result.reproduce}")
+
+
+def _tell_unbounded(t: Terminal, result: Any) -> None:
+    """Name the values that were not checked, because no bound is known of them."""
+    for fmt in sorted(set(result.unknown.values())):
+        t.fail()
+        names = ", ".join(name for name, other in result.unknown.items() if other == fmt)
+        t.log(f"no bound is known for {fmt}: what it kept of {names} was not checked", "red")
+    if result.unbounded:
+        counts = (f"{name} ({part:,} of {of:,} elements)" for name, (part, of) in result.unbounded.items())
+        t.show(f"no bound is known of {', '.join(counts)}")
 
 
 @app.command(name="verify-checkpoint")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from optgen import passes
@@ -14,14 +14,15 @@ from optgen.driver.memory import SIDE, Kept, memory, rank
 from optgen.driver.project import Maths
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan
-from optgen.ir.node import postorder
+from optgen.ir.node import Node, postorder
 from optgen.ir.program import Program, Schedule, Step
 from optgen.ir.show import show, text
 from optgen.lang.spec import Spec
 from optgen.lower import lower_rule
 from optgen.ops import dtypes, spaces
 from optgen.ops.prims import REDUCTIONS
-from optgen.runtime.records import Variant
+from optgen.runtime import records
+from optgen.runtime.records import Eager, Variant
 from optgen.verify import lint
 from optgen.verify.lint import Finding
 
@@ -126,46 +127,62 @@ def _sweeps(variant: Variant, step: Step) -> Iterator[Pass]:
     rule, kept = variant.rule, variant.eager
     assert rule is not None
     sizes, temps = _sizes(variant), {t.name: t for t in variant.temps}
+
+    def moved(names: Iterable[str]) -> dict[str, float]:
+        return {field: size for name in names for field, size in sizes.get(name, {}).items()}
+
     stages = [s for s in rule.stages if s.space == "elem"]
     why = iter(stage.why for stage in step.sweeps)
     for stage in stages:
-        read = dict.fromkeys(x for x in stage.reads if x not in stage.absent)
-        read |= dict.fromkeys(kept.relative[x] for x in read if x in kept.relative)
-        stored = variant.stored_by(stage)
-        stored += [x for x in stage.temps if temps[x].space == "elem"]
         own = f"{', '.join(stage.reduces)} as a whole" if stage.reduces else next(why)
         yield Pass(
-            {k: x for name in read for k, x in sizes.get(name, {}).items()},  # random numbers are drawn, not read
-            {k: x for name in stored for k, x in sizes.get(name, {}).items()},
+            moved(_read(stage, kept)),
+            moved(variant.stored_by(stage) + [x for x in stage.temps if temps[x].space == "elem"]),
             tuple(f"{temps[x].reduction} {x}" for x in stage.temps if temps[x].reduction),
             why_last(variant, step) if stage is stages[-1] else own,
         )
 
 
+def _read(stage: records.Stage, kept: Eager) -> list[str]:
+    """Return the values that a stage reads, and those that they are relative to; random numbers are not read."""
+    read = [x for x in stage.reads if x not in stage.absent]
+    return [*read, *(kept.relative[x] for x in read if x in kept.relative)]
+
+
 def why_last(variant: Variant, step: Step) -> str:
     """Return the reason for the number of sweeps."""
-    program, rule = step.program, variant.rule
+    rule = variant.rule
     assert rule is not None
     sweeps = [s for s in rule.stages if s.space == "elem"]
     if len(rule.stages) == 1:
         of = f" (and of its block of {variant.block})" if variant.block > 1 else ""
         return f"one sweep: every value depends on values of its own element{of} only"
-    needs: dict[str, dict[str, None]] = {}  # user -> operations
-    seen: set[int] = set()
-    for user, root in [(f"{let.name} ({let.loc.short})", let.node) for let in program.body if let.loc is not None]:
-        new = [n for n in postorder([root]) if n.uid not in seen and (
-            n.op in ("call", "matmul") or (n.op in REDUCTIONS and n.args[0].space == spaces.elem))]  # fmt: skip
-        seen |= {n.uid for n in new}
-        needs.setdefault(user, {}).update((str(n.attr) if n.op == "call" else n.op, None) for n in new)
-    kinds = {t.name: t.reduction for t in variant.temps}
+    needs, kinds = _needs(step.program), {t.name: t.reduction for t in variant.temps}
     for walk in sweeps:
         for state in walk.reduces:
-            own = (kinds[x] for x in walk.temps if x.startswith(f"{state}_"))
-            needs[f"keeping {state}"] = dict.fromkeys(own)
-    users = [f"{user} needs {', '.join(ops)}" for user, ops in needs.items() if ops]
+            needs[f"keeping {state}"] = [kinds[x] for x in walk.temps if x.startswith(f"{state}_")]
+    users = [f"{user} needs {', '.join(dict.fromkeys(ops))}" for user, ops in needs.items() if ops]
     early = f"; {' and '.join(rule.early)} stored early and read back: fewer bytes than computing it again"
     count = "1 sweep and work on what it reduces" if len(sweeps) == 1 else f"{len(sweeps)} sweeps"
     return f"{count}: " + "; ".join(users) + (early if rule.early else "")
+
+
+def _needs(program: Program) -> dict[str, list[str]]:
+    """Return variable -> the operations on whole matrices, and over all elements, that it is the first to need."""
+    needs: dict[str, list[str]] = {}
+    seen: set[int] = set()
+    for let in program.body:
+        if let.loc is not None:
+            new = [n for n in postorder([let.node]) if n.uid not in seen and _is_of_many(n)]
+            seen |= {n.uid for n in new}
+            found = needs.setdefault(f"{let.name} ({let.loc.short})", [])
+            found += [str(n.attr) if n.op == "call" else n.op for n in new]
+    return needs
+
+
+def _is_of_many(n: Node) -> bool:
+    """Return True for a value that depends on many elements."""
+    return n.op in ("call", "matmul") or (n.op in REDUCTIONS and n.args[0].space == spaces.elem)
 
 
 # -- show

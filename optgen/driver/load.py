@@ -36,7 +36,7 @@ from optgen.lang.spec import Spec
 
 PLANS_FILE = "plans.py"
 
-Found = TypeVar("Found", Spec, Plan)
+SpecOrPlan = TypeVar("SpecOrPlan", Spec, Plan)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _spec_of(node: ast.stmt, known: dict[str, str], around: Set[str]) -> str:
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call) or _name_of(node.value) not in around:
         return ""
     target = _name_of(node.targets[0])
-    known[target] = _made_name(node.value, known, around) or target
+    known[target] = _wrapper_name(node.value, known, around) or target
     return "" if target.startswith("_") else known[target]
 
 
@@ -193,11 +193,11 @@ WRAPPERS = frozenset({"low_rank", *wrappers.__all__})
 """Functions of optgen.lang that make a spec of a spec."""
 
 
-def _made_name(made: ast.expr, known: Mapping[str, str], around: Set[str]) -> str:
+def _wrapper_name(made: ast.expr, known: Mapping[str, str], around: Set[str]) -> str:
     """Return the name that a wrapper gives to its spec, after the inner rule; "" where the text does not say."""
     if isinstance(made, ast.Call):
         inside = [*made.args[:1], *(k.value for k in made.keywords if k.arg == "inner")]
-        inner = _made_name(inside[0], known, around) if _name_of(made) in around and inside else ""
+        inner = _wrapper_name(inside[0], known, around) if _name_of(made) in around and inside else ""
         return f"{_name_of(made)}_{inner}" if inner else ""
     return known.get(_name_of(made), _name_of(made))
 
@@ -293,9 +293,9 @@ def _split(reference: str | Path) -> tuple[Path | None, str]:
     return path.resolve(), name
 
 
-def _of(file: Path, kind: type[Found]) -> dict[str, Found]:
+def _of(file: Path, kind: type[SpecOrPlan]) -> dict[str, SpecOrPlan]:
     """Return name -> specs or plans that the file defines, in its order, without those that it imports."""
-    out: dict[str, Found] = {}
+    out: dict[str, SpecOrPlan] = {}
     written = declared(file)
     for name, _ in written:
         places = [place for other, place in written if other == name]
@@ -313,7 +313,7 @@ def _of(file: Path, kind: type[Found]) -> dict[str, Found]:
     return out
 
 
-def _pick(found: dict[str, Found], name: str, file: Path, kind: str) -> Found:
+def _pick(found: dict[str, SpecOrPlan], name: str, file: Path, kind: str) -> SpecOrPlan:
     where = relative(str(file))
     if not found:
         remedy = "a spec is a function under @optimizer(...)" if kind == "spec" else "a plan is name = Plan(...)"
@@ -415,41 +415,47 @@ def _as_user_error(error: Exception | SystemExit, file: Path) -> UserError:
             place = of_frame(frame)
     text = said(error)
     kind = type(error).__name__
-    return UserError("E402", loc=place, kind=kind, text=text or "no message", hint=_meant(error, file))
+    return UserError("E402", loc=place, kind=kind, text=text or "no message", hint=_hint_for(error, file))
 
 
-def _meant(error: Exception | SystemExit, file: Path) -> str:
+def _hint_for(error: Exception | SystemExit, file: Path) -> str:
     """Return the hint for an error: a name like the missing one, or what to write instead; "" where none is known."""
-    source: object
-    if isinstance(error, SystemExit):
-        return 'a file of specs is no program: what ends it belongs under `if __name__ == "__main__":`'
-    if isinstance(error, NameError) and error.name:
-        return _home(error.name) or _close(error.name, optgen.lang.__all__)
-    if isinstance(error, ImportError):
-        if "relative import" in str(error):
-            return "a file beside this one is imported by its name alone: from helper import ..."
-        if isinstance(error, ModuleNotFoundError) and error.name:
-            package, _, module = error.name.rpartition(".")
-            beside = _stems(file.parent) if package in ("", file.parent.name) else []
-            return _close(module, beside)
-        words = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
-        source = sys.modules.get(words[2]) if words else None
-        name = words[1] if words else ""
-        ours = instead_of(name) if source is optgen.lang else ""
-        if ours and not ours.startswith(f"use {name}("):
-            return ours
-        if name in dir(builtins) and source in (optgen.lang, optgen.formats):
-            return f"`{name}` is Python's own: it needs no import"
-        if source in (optgen.lang, optgen.formats, policies) and (home := _home(name)):
-            return home
-    elif isinstance(error, AttributeError):
-        name, source = error.name or "", error.obj
-    elif isinstance(error, TypeError):
-        kinds = "state(), row(), col(), mat(), tensor_state(), scalar()"
-        shapes = f"states of other shapes do not exist (yet): there are {kinds}"
-        return shapes if "unexpected keyword argument 'shape'" in str(error) else _usage(str(error))
-    else:
-        return ""
+    match error:
+        case SystemExit():
+            return 'a file of specs is no program: what ends it belongs under `if __name__ == "__main__":`'
+        case NameError(name=str(name)):
+            return _home(name) or _close(name, optgen.lang.__all__)
+        case ImportError():
+            return _import_hint(error, file)
+        case AttributeError():
+            return _close_in(error.obj, error.name or "")
+        case TypeError() if "unexpected keyword argument 'shape'" in str(error):
+            kinds = "state(), row(), col(), mat(), tensor_state(), scalar()"
+            return f"states of other shapes do not exist (yet): there are {kinds}"
+        case TypeError():
+            return _usage(str(error))
+    return ""
+
+
+def _import_hint(error: ImportError, file: Path) -> str:
+    if "relative import" in str(error):
+        return "a file beside this one is imported by its name alone: from helper import ..."
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package, _, module = error.name.rpartition(".")
+        return _close(module, _stems(file.parent) if package in ("", file.parent.name) else [])
+    words = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
+    name, source = (words[1], sys.modules.get(words[2])) if words else ("", None)
+    ours = instead_of(name) if source is optgen.lang else ""
+    if ours and not ours.startswith(f"use {name}("):
+        return ours
+    if name in dir(builtins) and source in (optgen.lang, optgen.formats):
+        return f"`{name}` is Python's own: it needs no import"
+    home = _home(name) if source in (optgen.lang, optgen.formats, policies) else ""
+    return home or _close_in(source, name)
+
+
+def _close_in(source: object, name: str) -> str:
+    """Return a hint for a name that a module does not have."""
     known = [n for n in dir(source) if not n.startswith("_")] if isinstance(source, ModuleType) else []
     functions = f"functions of one or two values are {FUNCTIONS}" if source is optgen.lang else ""
     return _close(name, known) or functions

@@ -38,7 +38,7 @@ def {name}(
 '''
 
 
-def new(name: str, project: Path | None = None) -> Path:
+def new(name: str) -> Path:
     """Write specs/<name>.py and return its path; never over an existing file."""
     spelled = snake(name)
     path = name.endswith(".py") or not set(name).isdisjoint("/\\.")
@@ -46,7 +46,7 @@ def new(name: str, project: Path | None = None) -> Path:
     if path or not is_snake(spelled) or taken:
         used = "choose another name: this one is used by generated code, by specs/ or in the spec"
         raise UserError("E409", name=name, remedy=used if taken and not path else "for instance my_rule, or MyRule")
-    folder = (project or home()) / "specs"
+    folder = home() / "specs"
     file = folder / f"{spelled}.py"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -94,7 +94,11 @@ class File:
         if found is not None:
             self.wanted[found] = None
         elif name in self.modules[module].imported and not self._module(module, name):
-            self.outside[name] = self.modules[module].imported[name]
+            source, original = self.modules[module].imported[name]
+            package = source.partition(".")[0]
+            assert package != "optgen", f"{module} takes {original} of {source}, which is not in the file"
+            if package != "triton":  # which the file imports where there is one
+                self.outside[name] = source, original
 
     def _module(self, module: str, alias: str) -> str:
         """Return the module of this file that a name stands for; "" for any other name."""
@@ -123,36 +127,44 @@ class File:
         return given
 
     def body(self) -> str:
-        """Return the definitions; constants of a line stand one below the other."""
-        texts = []
+        """Return the definitions; constants stand one below the other."""
+        out = last = ""
         for name, module in self.modules.items():
-            nodes = {id(node): x for x, node in module.defined.items() if (name, x) in self.wanted}
-            texts += [self._text(name, x) for x in nodes.values()]
-        return re.sub(r"(?m)^(\w+ = .*)\n\n\n(?=\w+ = .*$)", r"\1\n", "\n\n\n".join(texts))
+            for x in {id(node): x for x, node in module.defined.items() if (name, x) in self.wanted}.values():
+                text = self._renamed(name, x, "\n".join(self._lines(name, x)))
+                constant = "" if text.endswith('"""') or not re.match(r"\w+ = ", text) else "constant"
+                out += ("\n" if constant and constant == last else "\n\n\n") + text
+                last = constant
+        return out.strip("\n")
 
-    def _text(self, module: str, name: str) -> str:
-        """Return the text of a definition with the names of this file; the first paragraph of its docstring only."""
+    def _lines(self, module: str, name: str) -> Iterator[str]:
+        """Yield the lines of a definition: methods that nothing uses are left out, and of docstrings all but the first
+        paragraph, but for those of the last module, the user's."""
         source = self.modules[module]
-        node = source.defined[name]
-        lines = list(source.lines)
+        node, lines = source.defined[name], list(source.lines)
         spans = [(_top(method), method.end_lineno or 0) for method in self._left(node)]
-        for inner in ast.walk(node):
+        for inner in ast.walk(node) if module != [*self.modules][-1] else ():
             if isinstance(inner, (ast.FunctionDef, ast.ClassDef)) and "\n\n" in (ast.get_docstring(inner) or ""):
                 cut = lines.index("", inner.body[0].lineno - 1)
                 spans.append((cut + 1, inner.body[0].end_lineno or 0))
                 lines[cut - 1] += '"""'
-        left = {k for first, last in spans for k in range(first, last + 1)}
-        kept = [x for k, x in enumerate(lines[: source.ends[name]], 1) if k >= _top(node) and k not in left]
-        text = re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).rstrip()
+        left, last = {k for first, last in spans for k in range(first, last + 1)}, ""
+        for k in range(_top(node), source.ends[name] + 1):
+            line = lines[k - 1]
+            if k not in left and (line or last):
+                yield line
+                last = line
+
+    def _renamed(self, module: str, name: str, text: str) -> str:
+        """Return the text of a definition with the names of this file."""
+        source = self.modules[module]
         for alias in filter(lambda x: self._module(module, x), source.imported):
             own = self._module(module, alias)
-            hidden = set(re.findall(rf"(?<![\w.]){alias}\.(\w+)", text)) & _bound(node)
-            assert not hidden or isinstance(node, ast.Assign), (module, name, hidden)
             text = re.sub(rf"(?<![\w.]){alias}\.(\w+)", lambda m: self.names.get((own, m[1]), m[0]), text)  # noqa: B023
+        field = r"(?!: )" if isinstance(source.defined[name], ast.ClassDef) else ""
         for plain in sorted({*source.defined, *source.imported}):
             found = self.target(module, plain)
             if found is not None and self.names.get(found, plain) != plain:
-                field = r"(?!: )" if isinstance(node, ast.ClassDef) else ""
                 text = re.sub(rf"(?<![\w.]){plain}\b(?!=[^=]){field}", self.names[found], text)
         return text
 

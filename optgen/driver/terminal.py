@@ -161,30 +161,10 @@ def session(command: str) -> Iterator[Terminal]:
         # A spec that prints while it is loaded would write before the object.
         with redirect_stdout(sys.stderr) if terminal.as_json else nullcontext():
             yield terminal
-    except UserError as error:
-        terminal.code = WRONG_INPUT
-        terminal.result = {"error": as_fields(error)}
-        if terminal.verbose:
-            sys.stderr.write("".join(traceback.format_tb(error.__traceback__)))
-        _print_error(terminal, str(error))
-    except Missing as error:
-        terminal.error(MISSING, f"missing: {error}")
-    except KeyboardInterrupt:
-        terminal.error(INTERRUPTED, "interrupted")
-    except BrokenPipeError as error:
-        _not_written(terminal, error)
-        terminal.code, terminal.silent = OK, True
     except (typer.Exit, typer.Abort):
         raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.filename is None and error.errno == errno.ENOSPC:
-            _not_written(terminal, error)
-        elif isinstance(error, ModuleNotFoundError) and (missing := extras.advice(error)):
-            terminal.error(MISSING, f"missing: {missing}")
-        else:
-            sys.stderr.write("".join(traceback.format_exception(error)))
-            kind = type(error).__name__
-            terminal.error(INTERNAL, f"internal error: {kind}: {error}; this is a fault of optgen")
+    except (Exception, KeyboardInterrupt) as error:
+        _report(terminal, error)
     if terminal.verbose:
         terminal.log(f"{command}: {time.perf_counter() - start:.2f} s", "dim")
     try:
@@ -194,6 +174,32 @@ def session(command: str) -> Iterator[Terminal]:
         _not_written(terminal, error)
     if terminal.code:
         raise typer.Exit(terminal.code)
+
+
+def _report(terminal: Terminal, error: BaseException) -> None:
+    """Write the error that ended a command, and set its exit code."""
+    match error:
+        case UserError():
+            terminal.code = WRONG_INPUT
+            terminal.result = {"error": as_fields(error)}
+            if terminal.verbose:
+                sys.stderr.write("".join(traceback.format_tb(error.__traceback__)))
+            _print_error(terminal, str(error))
+        case Missing():
+            terminal.error(MISSING, f"missing: {error}")
+        case KeyboardInterrupt():
+            terminal.error(INTERRUPTED, "interrupted")
+        case BrokenPipeError():
+            _not_written(terminal, error)
+            terminal.code, terminal.silent = OK, True
+        case OSError(filename=None, errno=errno.ENOSPC):
+            _not_written(terminal, error)
+        case ModuleNotFoundError() if missing := extras.advice(error):
+            terminal.error(MISSING, f"missing: {missing}")
+        case _:
+            sys.stderr.write("".join(traceback.format_exception(error)))
+            kind = type(error).__name__
+            terminal.error(INTERNAL, f"internal error: {kind}: {error}; this is a fault of optgen")
 
 
 def _not_written(terminal: Terminal, error: OSError) -> None:
