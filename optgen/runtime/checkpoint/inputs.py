@@ -45,14 +45,18 @@ def feed(self: Any, *, keep: bool = False, **values: Given) -> None:
             if (x := own.get(id(entry.p))) is not None:
                 _check(type(one).__name__, name, entry, x)
                 found.append((one.state, entry, name, *_part(type(one), name, entry, x)))
-    for states, entry, name, x, parts in found:
-        kept = states[entry.p]
-        if name in kept and sharding.local(kept[name]).is_contiguous():
-            sharding.local(kept[name]).copy_(x)
-        else:  # the first step makes the other states beside it
-            made = {name: torch.empty(x.shape, dtype=torch.float32, device=state.home(entry.p)).copy_(x)}
-            kept.update(made if parts is None else parts.wrapped(made))
-        kept[fed_name(name)] = 2.0 if keep else 1.0
+    for row in found:
+        _keep(*row, 2.0 if keep else 1.0)
+
+
+def _keep(states: Any, entry: Entry, name: str, x: Tensor, parts: sharded_states.Parts | None, fed: float) -> None:
+    kept = states[entry.p]
+    if name in kept and sharding.local(kept[name]).is_contiguous():
+        sharding.local(kept[name]).copy_(x)
+    else:  # the first step makes the other states beside it
+        made = {name: torch.empty(x.shape, dtype=torch.float32, device=state.home(entry.p)).copy_(x)}
+        kept.update(made if parts is None else parts.wrapped(made))
+    kept[fed_name(name)] = fed
 
 
 def _by_parameter(what: str, given: Any, params: Sequence[Tensor]) -> dict[int, Tensor | None]:

@@ -101,12 +101,12 @@ class Chunk:
                 group[key].append(value)
 
     def fetch(self) -> Any:
-        """Start copies of weights and gradients to the host; return their event for `step`."""
+        """Start copies of weights and gradients to the host; return their event, if any."""
         read = [m.p for m in self.members] + [_grad(m) for m in self.members]
         return self.mover.fetch(list(zip(self.twins + self.grads, read, strict=True)))
 
-    def step(self, owner: Owner, arrival: Any) -> None:
-        """Make the step as soon as the copies are there, and start the copies back; new states are the owner's."""
+    def step(self, owner: Owner) -> None:
+        """Make the step, as the copies are there, and start the copies back; new states are the owner's."""
         pairs, inside = list(zip(self.twins, self.members, strict=True)), {m.p for m in self.members}
         states = {twin: owner.states[m.p] for twin, m in pairs if owner.states.get(m.p)}
         if self.sums:
@@ -116,8 +116,6 @@ class Chunk:
                 setattr(twin, low_bits.ATTRIBUTE, m.p.__dict__[low_bits.ATTRIBUTE])
         for number, group in self.groups.items():
             entries.take_options(group, owner.groups[number])
-        if arrival is not None:
-            arrival.synchronize()
         for twin, g in zip(self.twins, self.grads, strict=True):
             twin.grad = g
         try:
@@ -193,7 +191,9 @@ class Offload:
             self._step_others(owner, stepper)
             for chunk, following in zip_longest(self._chunks, self._chunks[1:]):
                 event, arrival = arrival, None if following is None else following.fetch()
-                chunk.step(owner, event)
+                if event is not None:
+                    event.synchronize()
+                chunk.step(owner)
 
     def _bring(self, owner: Owner) -> None:
         """Bring states that were made to where the groups want them now; a user's own entries stay."""
