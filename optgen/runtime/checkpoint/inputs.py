@@ -46,10 +46,10 @@ def feed(self: Any, *, keep: bool = False, **values: Given) -> None:
                 _check(type(one).__name__, name, entry, x)
                 found.append((one.state, entry, name, *_part(type(one), name, entry, x)))
     for row in found:
-        _keep(*row, 2.0 if keep else 1.0)
+        _keep(*row, fed=2.0 if keep else 1.0)
 
 
-def _keep(states: Any, entry: Entry, name: str, x: Tensor, parts: sharded_states.Parts | None, fed: float) -> None:
+def _keep(states: Any, entry: Entry, name: str, x: Tensor, parts: sharded_states.Parts | None, *, fed: float) -> None:
     kept = states[entry.p]
     if name in kept and sharding.local(kept[name]).is_contiguous():
         sharding.local(kept[name]).copy_(x)

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from optgen.runtime.checkpoint import checkpoint
@@ -82,6 +82,8 @@ class Spots(NamedTuple):
         """Return the view at a watched step."""
         if not t.is_contiguous() or t.is_neg():
             t = t.resolve_neg().contiguous()
+        if not self.step:
+            return t.view(self.size)
         return t.as_strided(self.size, self.strides, t.storage_offset() + turn * self.step % self.moves)
 
 
@@ -152,10 +154,13 @@ class Table:
         width = EIGHT if field is None or field.per != EIGHT else field.width
         run, parts, counts = RUN * width // EIGHT, list[Tensor](), list[int]()
         for t in tensors:
-            part = Spots.of(t.numel(), self.sample, width).view(t, self.turn).flatten()
-            counts.append(len(part) * EIGHT // width)
-            parts += [part, part.new_zeros(-len(part) % run)] if len(part) % run else [part]
-        self.counts[name], found = tuple(counts), torch.cat(parts).view(-1, run)
+            spots = Spots.of(t.numel(), self.sample, width)
+            part, n = spots.view(t, self.turn), spots.size[0] * spots.size[1]
+            counts.append(n * EIGHT // width)
+            if not spots.step:  # the whole tensor
+                part = (nn.functional.pad(part, (0, -n % run)) if n % run else part).view(-1, run)
+            parts.append(part)
+        self.counts[name], found = tuple(counts), torch.cat(parts)
         if width == EIGHT:
             return found
         shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=self.device)
@@ -343,7 +348,7 @@ def _sampled(owner: Owner, entry: Entry) -> Sampled | None:
     p, g, kept = entry.p, entry.p.grad, state.of(owner.states, entry.p)
     if g is None or not kept:  # a first step makes the state
         return None
-    if type(p) is not torch.nn.Parameter:
+    if type(p) is not nn.Parameter:
         p, g, kept = sharding.local(p), sharding.local(g), sharding.locals_of(kept)
     if not p.numel() or g.layout is not torch.strided or g.shape != p.shape:  # what does not fit, the step says
         return None
