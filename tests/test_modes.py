@@ -70,7 +70,7 @@ class Net(nn.ParameterDict):
     def loss(self, step: int, scale: float = 1.0) -> Tensor:
         draw = torch.Generator().manual_seed(step)
         given = [scale * torch.randn(p.shape, generator=draw).to(p.dtype) for p in self.values()]
-        return sum((p * g).sum() for p, g in zip(self.values(), given, strict=True))  # type: ignore[return-value]
+        return torch.stack([(p * g).sum() for p, g in zip(self.values(), given, strict=True)]).sum()
 
 
 class Run:

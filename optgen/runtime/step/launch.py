@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -112,7 +113,7 @@ class Signature(NamedTuple):
         return self._replace(columns=[self.columns[0], addresses, *self.columns[2:]])
 
 
-class Kernels:
+class Kernels(ABC):
     """The kernels of a bucket's step and the tables that they read.  It holds none of the bucket's own tensors.
 
     signature   for which the tables hold
@@ -130,17 +131,17 @@ class Kernels:
         self.control: counting.Control | None = old.control if old else None
         self.own_memory = bucket.pool is None and bool(bucket.variant.temps)
 
-    def run(self, scalars: Scalars, step_key: int) -> None:
-        """Start the kernels of a step that is one stretch of them."""
-        raise NotImplementedError
+    def run(self, bucket: Bucket, scalars: Scalars, step_key: int) -> None:
+        """Make the step of a bucket that needs nothing of the host."""
+        staged.run(self.runner(bucket, scalars, step_key))
 
+    @abstractmethod
     def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
         """Return the step in parts, between which the host has something to do (see staged.py)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def follow(self, gradients: list[int]) -> None:
         """Take over other addresses of gradients, equal to the ones before modulo ALIGNMENT."""
-        raise NotImplementedError
 
     def load(self, scalars: Scalars, step_key: int) -> None:
         """Compile what `run` starts: what a compiler or a device refuses is refused before anything changes."""
@@ -155,6 +156,9 @@ class Eager(Kernels):
 
     def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
         return eager.runner(bucket, scalars, step_key)
+
+    def follow(self, gradients: list[int]) -> None:
+        """Do nothing: the tiles read the gradients themselves."""
 
 
 class Native(Kernels):
@@ -176,7 +180,7 @@ class Native(Kernels):
             lines = workspace.rows(now.columns, room, now.shapes, now.streams, now.places, False)
             self.table = cpu.table(lines, len(bucket.variant.names))
 
-    def run(self, scalars: Scalars, step_key: int) -> None:
+    def run(self, bucket: Bucket, scalars: Scalars, step_key: int) -> None:
         assert self.kernel is not None
         cpu.call(self.kernel, self.table, scalars, step_key)
 
@@ -219,7 +223,7 @@ class Triton(Kernels):
             for call in stages.stretch(self.launches, begin, end):
                 compiled.start(call, scalars, step_key)
 
-    def run(self, scalars: Scalars, step_key: int) -> None:
+    def run(self, bucket: Bucket, scalars: Scalars, step_key: int) -> None:
         self._start(scalars, step_key)
 
     def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:

@@ -100,7 +100,7 @@ class Ready(NamedTuple):
             with torch.no_grad():
                 staged.run(self.runner())
         else:
-            self.kernels.run(self.counted.scalars, self.counted.key)
+            self.kernels.run(self.bucket, self.counted.scalars, self.counted.key)
             torch.autograd.graph.increment_version(self.bucket.params)  # nobody else sees what kernels write
         self.bucket.finish(self.counted.after)
 
