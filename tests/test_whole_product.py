@@ -68,7 +68,7 @@ def kept() -> Path:
 
 
 class Results:
-    """What is right of an item, by name, and the file that new results are added to, a line each."""
+    """The results of an item that are right, by name, and the file that new results are added to, a line each."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.known = path, dict[str, Any]()

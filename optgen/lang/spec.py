@@ -218,7 +218,7 @@ class Spec:
         return tuple(s for s in self.host_states if self.holds(s.when, flags))
 
     def absent(self, flags: Mapping[str, bool]) -> dict[str, Absent]:
-        """What stands for the states that do not exist under these flags."""
+        """Return what stands for the states that do not exist under these flags."""
         return {s.name: Absent(s.name, s.when) for s in self.kept if s.when and not self.holds(s.when, flags)}
 
     @staticmethod

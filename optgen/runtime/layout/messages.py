@@ -1,4 +1,4 @@
-"""What ranks send one another in a step: sums, whole tensors, pieces of matrices, and who has gradients.
+"""The messages of ranks in a step: sums, whole tensors, pieces of matrices, and who has gradients.
 
 It follows from what all of them know: shapes, meshes, placements, plans, and who has a gradient, which is agreed on
 first wherever something will be sent.  So no rank waits for one that does not come.
