@@ -22,7 +22,7 @@ __all__ = [
 
 _HOMES = {
     "SAM": "runtime.sharpness", "StableEmbedding": "embedding", "attention_heads": "runtime.options.blocks",
-    "cast_model": "cast", "compile": "driver.compile", "keep_states_fp32": "runtime.records.marks",
+    "cast_model": "cast", "compile": "driver.compile", "keep_states_fp32": "runtime.records.fp32_modules",
     "list": "by_name", "list_rules": "by_name", "load_checkpoint": "runtime.files", "make": "by_name",
     "save_checkpoint": "runtime.files",
 }  # fmt: skip

@@ -9,7 +9,7 @@ from optgen.embedding import StableEmbedding as StableEmbedding
 from optgen.runtime.files import load_checkpoint as load_checkpoint
 from optgen.runtime.files import save_checkpoint as save_checkpoint
 from optgen.runtime.options.blocks import attention_heads as attention_heads
-from optgen.runtime.records.marks import keep_states_fp32 as keep_states_fp32
+from optgen.runtime.records.fp32_modules import keep_states_fp32 as keep_states_fp32
 from optgen.runtime.sharpness import SAM as SAM
 
 __version__: str

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optgen.runtime.records.marks import keep_states_fp32
+from optgen.runtime.records.fp32_modules import keep_states_fp32
 
 
 class StableEmbedding(nn.Embedding):

@@ -37,7 +37,7 @@ from optgen.runtime.records.keys import step_key, stream_key
 from optgen.runtime.step import backends
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
-from optgen.verify.intervals import STRICT, Model
+from optgen.verify.intervals import STRICT, Rounding
 from tests import harness
 from tests.harness import Pair, package, plan_of, spec_of
 
@@ -317,7 +317,7 @@ class Run:
         spec, before = self.built.spec, self.decoded()
         return differential.oracle(spec, before, g.float(), self.steps, self.host_states, self.options)
 
-    def enclosed(self, model: Model = STRICT) -> Values:
+    def enclosed(self, model: Rounding = STRICT) -> Values:
         """Return the kept values as points, the start of a chain of enclosures."""
         return Values.decoded(self.decoded(), self.host_states, self.steps, model)
 
@@ -505,7 +505,7 @@ def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = (), step
 
 def allowed_distance(
     spec: Spec, storage: Storage, before: Mapping[str, Tensor], g: Tensor, step: int, hypers: Mapping[str, Any],
-    host: Mapping[str, float] | None = None, *, model: Model = STRICT, kept: Mapping[str, Tensor] | None = None,
+    host: Mapping[str, float] | None = None, *, model: Rounding = STRICT, kept: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The largest distance of what is kept to the fp64 oracle, per element of "p" and of each state.
 

@@ -638,14 +638,14 @@ def test_triton_keeps_a_compiled_kernel_under_all_of_its_sweep() -> None:
     """On disk a constant counts by its `cache_key`, or by its text: two sweeps that differ in anything have two."""
     from dataclasses import fields, replace
 
-    from optgen.runtime.gpu.walk import Sweep
+    from optgen.runtime.gpu.walk import KernelSweep
 
-    one = Sweep(9, 3, ((0, None),))
-    others = [Sweep(9, 3, ((0, None, "block"),))]
+    one = KernelSweep(9, 3, ((0, None),))
+    others = [KernelSweep(9, 3, ((0, None, "block"),))]
     names = [f.name for f in fields(one) if f.name != "values"]  # see tests/test_join.py
     others += [replace(one, **{name: "another"}) for name in names]  # type: ignore[arg-type]
     assert len({x.cache_key for x in (one, *others)}) == 1 + len(others)
-    assert Sweep(9, 3, ((0, None),)).cache_key == one.cache_key
+    assert KernelSweep(9, 3, ((0, None),)).cache_key == one.cache_key
 
 
 # -- compiling in memory

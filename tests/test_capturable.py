@@ -32,7 +32,7 @@ from optgen import optim
 from optgen.formats import Blocked, LogMinMax, Plan, Split, scales, softsign
 from optgen.optim import AdamW, Muon
 from optgen.runtime import Optimizer
-from optgen.runtime.gpu import compiled, controlled
+from optgen.runtime.gpu import compiled, device_steps
 from optgen.runtime.records import keys
 from optgen.runtime.records import scalars as host
 from optgen.runtime.work import counting
@@ -85,7 +85,7 @@ def shapes_of(cls: type[Optimizer]) -> list[tuple[int, ...]]:
 # -- the arithmetic ---------------------------------------------------------------------------------------------
 @triton.jit
 def key_of(words, out):
-    tl.store(out, controlled.step_key(tl.load(words), tl.load(words + 2)))
+    tl.store(out, device_steps.step_key(tl.load(words), tl.load(words + 2)))
 
 
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**63 + 7])

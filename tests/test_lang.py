@@ -26,7 +26,7 @@ from optgen.lang import (  # isort: skip
     row_max, row_mean, row_sum, rows, rsqrt, scalar, sigmoid, sign, sqrt, state, tanh, tensor_state, total, where,
 )  # fmt: skip
 from optgen.lang.plain import plain_formulas
-from optgen.lang.probe import Run
+from optgen.lang.probe import ProbedTensor
 from optgen.lang.spec import draw_of, start
 from optgen.lang.symbolic import expression, recurrence
 from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
@@ -290,7 +290,7 @@ def test_the_trace_computes_what_the_function_does(case: tuple[str, dict[str, bo
     p, g = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     flat = {k: v.expand(shape).flatten().tolist() for k, v in ({"p": p, "g": g} | read.states).items()}
     for t in steps_of(spec, case[1]):
-        run = Run(tuple(zip(flat["p"], flat["g"], strict=True)), shape[-1])
+        run = ProbedTensor(tuple(zip(flat["p"], flat["g"], strict=True)), shape[-1])
         flat |= {draw: draw_of(p, t, draw).flatten().tolist() for draw in trace.draws}
         scalars = by_part(spec, read.hypers) | read.host | {"step": float(t)}
         values = run.values(list(trace.new.values()), scalars, flat)

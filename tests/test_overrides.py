@@ -18,7 +18,7 @@ import optgen
 from optgen.accumulate import accumulator
 from optgen.optim import AdamW
 from optgen.runtime import Optimizer
-from optgen.runtime.records import marks
+from optgen.runtime.records import fp32_modules
 from tests.harness import same_bits
 from tests.test_offload import moved
 from tests.training import same, through_file
@@ -388,10 +388,10 @@ def test_overrides_come_before_marks_and_marks_end_with_their_module() -> None:
     train(opt, model, 1)
     assert in_fp32(opt) == SMALL | {"embed.norm.weight", "embed.norm.bias"}
     gc.collect()  # what earlier tests have left
-    before = len(marks.parameters())
+    before = len(fp32_modules.parameters())
     del model, opt
     gc.collect()
-    assert len(marks.parameters()) == before - 3
+    assert len(fp32_modules.parameters()) == before - 3
 
 
 def test_tied_weights_of_a_marked_module_are_marked() -> None:

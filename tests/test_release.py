@@ -17,7 +17,7 @@ import optgen.optim as optim
 from optgen.accumulate import accumulator
 from optgen.runtime import Optimizer
 from optgen.runtime.layout import sharding
-from optgen.runtime.records.marks import keep_states_fp32
+from optgen.runtime.records.fp32_modules import keep_states_fp32
 from tests.harness import same_bits
 from tests.training import same, through_file
 

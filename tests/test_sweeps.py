@@ -12,7 +12,7 @@ from optgen.driver.targets import Case
 from optgen.formats import Blocked, LogMinMax, Plan
 from optgen.lang import elements, hyper, nonneg, norm, optimizer, sqrt, state, tensor_state
 from optgen.lang.spec import Spec
-from optgen.runtime.gpu.walk import Sweep
+from optgen.runtime.gpu.walk import KernelSweep
 from optgen.runtime.records import Variant
 from optgen.runtime.step import launch
 from specs import plans
@@ -87,7 +87,7 @@ def test_a_sweep_lists_what_it_touches_and_reads_back_no_gradient_and_no_means(
     assert "stored early" not in made[-1].why
 
 
-def moved(record: Sweep) -> float:
+def moved(record: KernelSweep) -> float:
     """Bytes per parameter that a sweep loads and stores; gradients are bf16."""
     values = record.values
     taken = {*range(record.taken)}

@@ -127,7 +127,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     stretch = stages.stretch
 
-    def counted(plan: stages.Plan, *rest: int) -> Any:
+    def counted(plan: stages.Launches, *rest: int) -> Any:
         counts.append(len(plan.calls))
         return stretch(plan, *rest)
 

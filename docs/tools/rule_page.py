@@ -186,7 +186,7 @@ def sizes(spec: Spec, plan: Plan) -> tuple[str, ...]:
     return tuple(f"{sum(k.bytes for k in memory.memory(spec, storage)):.6g}" for storage in storages)
 
 
-def kept_table(rows: Sequence[memory.Kept], first: str) -> str:
+def kept_table(rows: Sequence[memory.ValueBytes], first: str) -> str:
     """Return what is stored of each value, with the bound of one store and the range in which it holds."""
     cells = ((code(k.name), escape(k.stored), f"{k.bytes:g}", escape(k.error), escape(k.valid)) for k in rows)
     return table((first, "stored as", "bytes", "|error| &le;", "where"), cells)

@@ -4,10 +4,10 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.between import rounds
 from optgen.runtime.gpu.codecs import plus, times
 from optgen.runtime.gpu.matrices import walk
 from optgen.runtime.gpu.prelude import minus, reciprocal, widened
+from optgen.runtime.gpu.small_work import rounds
 
 
 @triton.jit

@@ -13,7 +13,7 @@ X, ROOT = "x", "root"
 
 
 @dataclass(frozen=True)
-class Codec:
+class CodecText:
     """The steps of a format alone.
 
     names  the buffers of its fields in the order in which they are stored
@@ -36,7 +36,7 @@ Known = Mapping[int, str]
 """Node -> the call of another function of the codec that returns it."""
 
 
-def reading(codec: Codec, name: str, given: Sequence[str]) -> Iterator[tuple[str, Step, Known]]:
+def reading(codec: CodecText, name: str, given: Sequence[str]) -> Iterator[tuple[str, Step, Known]]:
     """Yield the functions that read a value, "decode" and "root": one calls the other where its value is in it.
 
     given  the arguments of such a call

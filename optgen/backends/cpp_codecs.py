@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from optgen.backends import cpp
-from optgen.backends.codec import ROOT, Codec, X
+from optgen.backends.codec import ROOT, CodecText, X
 from optgen.backends.cpp import KEPT, STORED, CppPrinter, Phases, assigned, keep, read_kept, stored, tables, type_of
 from optgen.backends.cpp_text import NAMES, reached
 from optgen.backends.printer import computed, with_comments
@@ -51,17 +51,17 @@ class _CodecPhases(Phases):
         return super()._trivial(n) or (looks and n.args[0].uid in self.head)
 
 
-def _buffers(codec: Codec) -> list[Buffer]:
+def _buffers(codec: CodecText) -> list[Buffer]:
     """The buffers of elements and blocks."""
     known = {b.name: b for s in (codec.decode, codec.nearest) for b in s.sweeps[-1].schedule.program.buffers}
     return [known[name] for name in codec.names]
 
 
-def _block(codec: Codec) -> int:
+def _block(codec: CodecText) -> int:
     return max((b.space.size or 1 for b in _buffers(codec)), default=1)
 
 
-def codec_structs(codec: Codec, name: str, doc: str, both: bool, small: Iterable[list[str]]) -> list[list[str]]:
+def codec_structs(codec: CodecText, name: str, doc: str, both: bool, small: Iterable[list[str]]) -> list[list[str]]:
     """The structs NAME_fields, which reads, and NAME_stochastic and NAME_nearest, which store.
 
     both   True if the format rounds some values by random bits and some to nearest
@@ -82,7 +82,7 @@ def codec_structs(codec: Codec, name: str, doc: str, both: bool, small: Iterable
     return [*out, nearest.lines(f"{name}_nearest", fields, _CODEC)]
 
 
-def table_lines(codecs: Iterable[Codec]) -> list[str]:
+def table_lines(codecs: Iterable[CodecText]) -> list[str]:
     """The tables that codecs look numbers up in, each once."""
     steps = [x for codec in codecs for x in (codec.decode, codec.root, codec.encode, codec.nearest) if x is not None]
     return tables(root for step in steps for root in step.sweeps[-1].schedule.program.roots())
@@ -97,7 +97,7 @@ class _Fields:
     functions  the functions `times` and `root`
     """
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: CodecText) -> None:
         self.buffers, self.block, self.has_root = _buffers(codec), _block(codec), codec.root is not None
         self.packed = [b for b in self.buffers if b.dtype.packed]
         self.few = [x for x in codec.reads if x not in codec.names]
@@ -264,7 +264,7 @@ class _Encoder:
     new: Sequence[str] = ()
 
     @classmethod
-    def of(cls, codec: Codec, step: Step) -> _Encoder:
+    def of(cls, codec: CodecText, step: Step) -> _Encoder:
         given, rooted = _given(step)
         plan, block = _CodecPhases(step, given, "new_"), _block(codec)
         loops = [_Loop(plan, k, block) for k in range(len(plan.phases))]

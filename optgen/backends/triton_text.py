@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from optgen.backends import triton
-from optgen.backends.codec import ROOT, Codec, Known, X, lets_of, reading
+from optgen.backends.codec import ROOT, CodecText, Known, X, lets_of, reading
 from optgen.backends.printer import ATOM, Printer, Text, bound_lines, called, computed, with_comments, wrapped
 from optgen.backends.triton import TritonPrinter
 from optgen.ir.node import Node, postorder
@@ -35,7 +35,7 @@ PRELUDE = (
 )  # fmt: skip
 CODECS = ("Codec", "beside", "fraction", "integer", "middle", "plus", "read", "times")
 MODULES = {
-    "between": ("rounds",), "codecs": CODECS, "matrices": ("walk",), "prelude": PRELUDE,
+    "codecs": CODECS, "matrices": ("walk",), "prelude": PRELUDE, "small_work": ("rounds",),
 }  # fmt: skip
 """The functions that generated text may call, by modules of optgen.runtime.gpu."""
 
@@ -245,7 +245,7 @@ def _result(program: Program, s: Store, printer: Printer) -> str:
 # -- codecs
 
 
-def codec_functions(codec: Codec, name: str) -> list[list[str]]:
+def codec_functions(codec: CodecText, name: str) -> list[list[str]]:
     """The functions name_decode(c, fields...), name_root(fields...), name_encode and name_nearest."""
     tables = [f"{table}_ptr" for table in triton.in_memory(_programs(codec))]
     given = [*_fields(codec.decode, codec.reads or codec.names), *tables]
@@ -279,7 +279,7 @@ def _head(function: str, names: Sequence[str]) -> list[str]:
     return ["@triton.jit", *wrapped(f"def {function}(", names)]
 
 
-def _programs(codec: Codec) -> list[Program]:
+def _programs(codec: CodecText) -> list[Program]:
     steps = [step for step in (codec.decode, codec.root, codec.encode, codec.nearest) if step]
     return [s.schedule.program for step in steps for s in step.stages]
 
@@ -310,7 +310,7 @@ def _body(step: Step, known: Known) -> tuple[list[str], dict[str, tuple[str, Nod
     return lines, results
 
 
-def codec_record(codec: Codec, name: str, *, plus: bool) -> list[str]:
+def codec_record(codec: CodecText, name: str, *, plus: bool) -> list[str]:
     """The arguments of a codec's record."""
     given = [f"{name}_decode", f"{name}_nearest"]
     given += [f"encode={name}_encode"] if codec.encode else []
@@ -333,7 +333,7 @@ def codec_record(codec: Codec, name: str, *, plus: bool) -> list[str]:
     return given
 
 
-def table_functions(codecs: Sequence[Codec]) -> list[list[str]]:
+def table_functions(codecs: Sequence[CodecText]) -> list[list[str]]:
     """The functions that look numbers up, each once."""
     found: dict[str, list[str]] = {}
     for codec in codecs:
@@ -344,6 +344,6 @@ def table_functions(codecs: Sequence[Codec]) -> list[list[str]]:
     return list(found.values())
 
 
-def numbers(codec: Codec) -> dict[str, tuple[float, ...]]:
+def numbers(codec: CodecText) -> dict[str, tuple[float, ...]]:
     """Return the tables that a codec reads from memory."""
     return triton.in_memory(_programs(codec))

@@ -23,7 +23,7 @@ from optgen.runtime.checkpoint.atomic import instead_of
 from optgen.runtime.checkpoint.container import CheckpointError
 from optgen.runtime.options import entries, overrides
 from optgen.runtime.records import dtype_name, dtype_of
-from optgen.runtime.records.misfits import Misfits
+from optgen.runtime.records.problems import Problems
 from optgen.runtime.states import low_bits, state
 
 Groups = Sequence[Mapping[str, Any]]
@@ -62,7 +62,7 @@ class Source(NamedTuple):
     extra: Any
 
 
-class Model(nn.Module):
+class ModelState(nn.Module):
     """A model that has nothing but its state dict."""
 
     def __init__(self, content: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ def convert(
         if made is None:
             _write_torch(found, Path(target))
         else:
-            model = None if found.model is None else Model(_with(found, _parameters(made)))
+            model = None if found.model is None else ModelState(_with(found, _parameters(made)))
             files.save_checkpoint(target, made, model, found.extra)
     except OSError as error:
         raise UserError("E413", path=target, why=error.strerror or str(error)) from error
@@ -146,7 +146,7 @@ def _read(source: str, find: Callable[[str], Any], spec: str | None, weights: st
     about = content["about"] if "optgen_checkpoint" in content else None
     cls = find(_rule_of(about) if spec is None else spec)
     model = _model_in({} if saved is content else content, weights)
-    groups, states = checkpoint.parts(saved, Misfits("its optimizer's state dict is none"))
+    groups, states = checkpoint.parts(saved, Problems("its optimizer's state dict is none"))
     keys, values = _known(model, groups, about) if model is not None else ([], _blank(groups, states, about))
     params = [nn.Parameter(value, value.dtype in overrides.TRAINED) for value in values]
     if about is not None:

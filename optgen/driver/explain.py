@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from optgen import passes
 from optgen.base.loc import relative
 from optgen.driver import judge, record_text, steps, targets, triton_text
-from optgen.driver.memory import SIDE, Kept, memory, rank
+from optgen.driver.memory import SIDE, ValueBytes, memory, rank
 from optgen.driver.project import Maths
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan
@@ -51,7 +51,7 @@ class Explanation:
     flags: Mapping[str, bool]
     source: str
     formulas: tuple[str, ...]
-    memory: tuple[Kept, ...]
+    memory: tuple[ValueBytes, ...]
     total: float
     plain: float  # the same states and weight in fp32
     sweeps: tuple[Pass, ...]
@@ -189,7 +189,7 @@ def _is_of_many(n: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Stage:
+class AfterPass:
     """The IR after a pass; `changed` is False if its text is that of before."""
 
     name: str
@@ -198,17 +198,17 @@ class Stage:
     diff: str
 
 
-def stages(spec: Spec, plan: Plan, case: Case, maths: Maths) -> list[Stage]:
+def stages(spec: Spec, plan: Plan, case: Case, maths: Maths) -> list[AfterPass]:
     """Return the program of the rule as it is lowered and after every pass, then the codecs that keep its values."""
     program = lower_rule(spec, case.flags)
     first = show(program)
-    out = [Stage("lower", first, True, first)]
+    out = [AfterPass("lower", first, True, first)]
 
     def log(name: str, before: Program | Schedule, after: Program | Schedule) -> None:
         old, new = show(before), show(after)
         lines = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
         diff = "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
-        out.append(Stage(name, new, old != new, diff))
+        out.append(AfterPass(name, new, old != new, diff))
 
     passes.step(program, maths, log)
     used = _variant(spec, plan, case).eager.codecs
@@ -216,5 +216,5 @@ def stages(spec: Spec, plan: Plan, case: Case, maths: Maths) -> list[Stage]:
         if owners := [owner for owner, own in used.items() if own == name]:
             made = {"decode": codec.decode, "encode": codec.encode or codec.nearest}
             lines = [f"{k}:\n{show(s.schedule)}" for k, step in made.items() for s in step.stages]
-            out.append(Stage(f"codec of {', '.join(owners)}: {doc}", "\n".join(lines), True, "\n".join(lines)))
+            out.append(AfterPass(f"codec of {', '.join(owners)}: {doc}", "\n".join(lines), True, "\n".join(lines)))
     return out

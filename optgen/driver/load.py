@@ -40,7 +40,7 @@ SpecOrPlan = TypeVar("SpecOrPlan", Spec, Plan)
 
 
 @dataclass(frozen=True)
-class Entry:
+class SpecEntry:
     """A spec before it is loaded: its name, its file, whether the file is the project's own, and its place in it."""
 
     name: str
@@ -107,18 +107,18 @@ def _stems(folder: Path) -> list[str]:
         return []
 
 
-def entries(project: Path | None = None) -> dict[str, Entry]:
+def entries(project: Path | None = None) -> dict[str, SpecEntry]:
     """Return name -> Entry of every spec that can be named, sorted, without running a file.
 
     Raises UserError E412 for two specs of one name in one folder.
     """
-    out: dict[str, Entry] = {}
+    out: dict[str, SpecEntry] = {}
     own = ((project or home()) / "specs").resolve()
     for folder in reversed(folders(project)):
-        found: dict[str, Entry] = {}
+        found: dict[str, SpecEntry] = {}
         for file in python_files(folder):
             for name, place in declared(file) if file.name not in (PLANS_FILE, "__init__.py") else ():
-                entry = Entry(name, file, folder == own, place)
+                entry = SpecEntry(name, file, folder == own, place)
                 if found.setdefault(name, entry) is not entry:
                     raise named_twice(name, (found[name].place, place))
         out |= found

@@ -21,7 +21,7 @@ SIDE = 1024
 
 
 @dataclass(frozen=True)
-class Kept:
+class ValueBytes:
     """A value between steps: its bytes per parameter, and the error bound of storing it once."""
 
     name: str
@@ -32,12 +32,12 @@ class Kept:
     steady: str = ""
 
 
-def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None = None) -> list[Kept]:
+def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None = None) -> list[ValueBytes]:
     """Return a row for the weight and for each state; with `decays`, also the bound of averages after many steps."""
     master, param = storage.master, storage.param
     weight = _bound(master.bound(param))
     size = sum(f.bytes_per_param for f in master.fields(param).values())
-    rows = [Kept("p", master.describe(param), size, *weight)]
+    rows = [ValueBytes("p", master.describe(param), size, *weight)]
     held = {s.name: s.space for s in spec.states}
     ranks = {s.name: rank(spec, s) for s in spec.states if s.rank}
     for name, fmt in storage.states.items():
@@ -49,7 +49,7 @@ def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None
             size = fmt.bytes_per_param
         if name in ranks:
             of, size = f", of {SIDE} x {SIDE} matrices of rank {ranks[name]}", size * ranks[name] / SIDE
-        rows.append(Kept(name, f"{fmt}{of}", size, error, valid, steady))
+        rows.append(ValueBytes(name, f"{fmt}{of}", size, error, valid, steady))
     return rows
 
 
@@ -77,22 +77,24 @@ def steady_state(fmt: Format, recurrence: Recurrence | None) -> str:
     return f"under a decay of {recurrence.decay:g}: {bounds.steady_state(fmt, recurrence.decay)}"
 
 
-def of_plan(plan: Plan) -> list[Kept]:
+def of_plan(plan: Plan) -> list[ValueBytes]:
     """Return a row for the weight in each narrow dtype, and for each format that keeps states."""
     rows = []
     for param in (dtypes.bf16, dtypes.f16):
         size = sum(f.bytes_per_param for f in plan.master.fields(param).values())
-        rows.append(Kept(f"{param.name} weight", plan.master.describe(param), size, *_bound(plan.master.bound(param))))
+        rows.append(
+            ValueBytes(f"{param.name} weight", plan.master.describe(param), size, *_bound(plan.master.bound(param)))
+        )
     roles = {role: getattr(plan, role) for role in ("signed", "nonneg", "initial", "small")}
     roles |= plan.of_matrices if plan.matrices == 8 else {}
     for role, fmt in {**roles, **plan.overrides}.items():
         for name, kept in {role: fmt, f"{role}, vectors": fmt.of_vectors()}.items():
             if name == role or kept != fmt:
-                rows.append(Kept(name, str(kept), kept.bytes_per_param, *_bound(kept.bound())))
+                rows.append(ValueBytes(name, str(kept), kept.bytes_per_param, *_bound(kept.bound())))
     return rows
 
 
-def storage_lines(rows: Sequence[Kept]) -> list[str]:
+def storage_lines(rows: Sequence[ValueBytes]) -> list[str]:
     """Return the rows as plain lines, for the head of a generated file."""
     names = max(len(r.name) for r in rows)
     indent = " " * (names + 2)

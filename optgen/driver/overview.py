@@ -9,7 +9,7 @@ from typing import Any
 from optgen.base import ready
 from optgen.base.errors import UserError
 from optgen.driver import judge, load
-from optgen.driver.load import Entry
+from optgen.driver.load import SpecEntry
 from optgen.driver.project import is_pattern
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
@@ -19,7 +19,7 @@ from optgen.verify import lint
 Track = Callable[[Iterable[str], int], Iterator[str]]
 
 
-def of_entry(entry: Entry) -> dict[str, Any]:
+def of_entry(entry: SpecEntry) -> dict[str, Any]:
     """Return a row of the list; a spec that cannot be loaded is listed with the error's code."""
     row: dict[str, Any] = {"name": entry.name, "file": str(entry.file), "own": entry.own}
     try:

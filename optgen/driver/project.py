@@ -36,7 +36,7 @@ DEFAULT_PLANS = ("fp32", "int8_split24")
 
 
 @dataclass(frozen=True)
-class Rule:
+class BuildEntry:
     """An entry of `build`: these specs under these plans; patterns allowed."""
 
     specs: tuple[str, ...]
@@ -50,12 +50,12 @@ class Config:
     out: str = "generated"
     maths: Maths = "fast"
     backends: tuple[str, ...] = ()
-    build: tuple[Rule, ...] | None = None
+    build: tuple[BuildEntry, ...] | None = None
     hashes: bool = False
 
 
 @dataclass(frozen=True)
-class Wish:
+class RequestedPair:
     """A requested pair of spec and plan; `optional` pairs, requested by a pattern, are left out if they do not fit."""
 
     spec: str
@@ -112,7 +112,7 @@ def _config(table: Any, file: Path) -> Config:
     return Config(out, maths, tuple(backends), asked, hashes)
 
 
-def _rule(row: Any, refuse: Callable[[str], UserError]) -> Rule:
+def _rule(row: Any, refuse: Callable[[str], UserError]) -> BuildEntry:
     if not isinstance(row, dict) or set(row) - {"specs", "plans"} or "specs" not in row:
         raise refuse(f"an entry of `build` has `specs` and `plans`, got {row!r}")
     parts = []
@@ -121,18 +121,18 @@ def _rule(row: Any, refuse: Callable[[str], UserError]) -> Rule:
         if not isinstance(names, list) or not names or not all(isinstance(n, str) and n for n in names):
             raise refuse(f"`{key}` is a list of names, got {names!r}")
         parts.append(tuple(names))
-    return Rule(*parts)
+    return BuildEntry(*parts)
 
 
 def is_pattern(name: str) -> bool:
     return any(c in name for c in "*?[")
 
 
-def wishes(project: Path, config: Config) -> list[Wish]:
+def wishes(project: Path, config: Config) -> list[RequestedPair]:
     """Return the pairs that the table asks for; without one, the project's own specs under the default plans."""
     own = [name for name, entry in load.entries(project).items() if entry.own]
     if config.build is None:
-        return [Wish(spec, plan, False) for spec in own for plan in DEFAULT_PLANS]
+        return [RequestedPair(spec, plan, False) for spec in own for plan in DEFAULT_PLANS]
     out = []
     for rule in config.build:
         for spec in rule.specs:
@@ -147,15 +147,15 @@ def placed(name: str, project: Path) -> str:
     return str((project / name).resolve()) if name.partition(":")[0].endswith(".py") else name
 
 
-def plan_wishes(spec: str, plans: Sequence[str], project: Path) -> list[Wish]:
+def plan_wishes(spec: str, plans: Sequence[str], project: Path) -> list[RequestedPair]:
     """Return one spec under plans that may be patterns."""
     out = []
     for plan in plans:
         names = [x for x in load.plans(project) if fnmatchcase(x, plan)] if is_pattern(plan) else [plan]
-        out += [Wish(spec, name, is_pattern(plan)) for name in names]
+        out += [RequestedPair(spec, name, is_pattern(plan)) for name in names]
     return out
 
 
-def once(found: list[Wish]) -> list[Wish]:
+def once(found: list[RequestedPair]) -> list[RequestedPair]:
     """Return each pair once; one requested by name is not optional."""
     return list({(w.spec, w.plan): w for w in sorted(found, key=lambda w: not w.optional)}.values())

@@ -11,7 +11,7 @@ from typing import Any
 
 from optgen import passes
 from optgen.backends import columns, triton_text
-from optgen.backends.codec import Codec
+from optgen.backends.codec import CodecText
 from optgen.backends.printer import listed, wrapped
 from optgen.driver import kernel_text, plan_formats, record_text, targets
 from optgen.driver.project import Maths
@@ -82,7 +82,7 @@ def tile_text(spec: Spec) -> str:
 # -- plans
 
 
-def _codec(made: CodecPrograms, signed: bool, maths: Maths, whole: record_text.WholeWork | None = None) -> Codec:
+def _codec(made: CodecPrograms, signed: bool, maths: Maths, whole: record_text.WholeWork | None = None) -> CodecText:
     """The steps of a format; `whole`: the small work of one that keeps states as a whole."""
     c, (store,) = ir.sym(triton_text.C), made.decode.stores
     ranges = () if signed else ((triton_text.C, (0.0, triton_text.LARGEST)),)
@@ -91,11 +91,11 @@ def _codec(made: CodecPrograms, signed: bool, maths: Maths, whole: record_text.W
     steps = [None if p is None else passes.step(p, maths) for p in (decode, made.root, made.encode, made.nearest)]
     assert steps[0] is not None and steps[3] is not None
     names = tuple(suffix or "code" for suffix, field in made.fields.items() if field.space == "elem")
-    codec = Codec(names, steps[0], steps[1], steps[2], steps[3])
+    codec = CodecText(names, steps[0], steps[1], steps[2], steps[3])
     return codec if whole is None else replace(codec, reads=whole.reads, given=whole.given, small=whole.small)
 
 
-def codecs(plan: Plan, maths: Maths) -> Iterator[tuple[str, Codec, Format | None, str]]:
+def codecs(plan: Plan, maths: Maths) -> Iterator[tuple[str, CodecText, Format | None, str]]:
     """Yield the name, the steps, the format and its description of each codec that a tile function may use."""
     for param in (dtypes.bf16, dtypes.f16):
         made = _codec(lower_weight(plan.master, param), True, maths)

@@ -78,7 +78,7 @@ class Store:
 
 
 @dataclass(frozen=True)
-class KeptValue:
+class StateValue:
     """A logical value that is kept between steps: what reading it gives, and what the step makes of it.
 
     owner   a state's name, or "p"
@@ -106,7 +106,7 @@ class Program:
     host_locals: tuple[Let, ...] = ()  # the author's named host values, of which scalars are made
     host_states: tuple[tuple[str, float], ...] = ()  # (name, initial value) of per-parameter host scalars
     host_stores: tuple[Let, ...] = ()  # new values of the host states, host space
-    kept: tuple[KeptValue, ...] = ()  # of a whole step, before it is cut
+    kept: tuple[StateValue, ...] = ()  # of a whole step, before it is cut
     sums: tuple[Node, ...] = ()  # over the model, of a whole step: a parameter that does not use one is part of it
     together: tuple[tuple[str, str], ...] = ()  # owners that one sweep stores: one is kept relative to the other
     space: Space = spaces.elem  # whose entries the program runs over; a small one: work between two sweeps

@@ -34,7 +34,7 @@ from optgen.ops import spaces
 Wrapper = Callable[[Spec], Spec]
 
 
-class Rule:
+class InnerRule:
     """The rule inside a wrapper, at one step of a parameter.
 
     options  its hyper-parameters and flags by name
@@ -121,7 +121,7 @@ def _composed(
 
     def function(p: Any, g: Any, *t: Any, **values: Any) -> tuple[Any, ...]:
         number = t[0] if takes_step else None
-        rule = Rule(inside or inner, number, values)
+        rule = InnerRule(inside or inner, number, values)
         came, (p, *new) = p, step(rule, p, g, number, values)
         moved = rule.went[0] is not came or rule.went[1] is not p
         if moved and inner.evaluation is not None and inner.evaluation.beside:
@@ -204,7 +204,7 @@ def wrapper(
             first = inspect.cleandoc(function.__doc__ or "").split("\n\n")[0].replace("\n", " ")
             doc = _renamed(re.sub(r"\b[Aa] rule\b", inner.class_name, first, count=1), named)
 
-            def step(rule: Rule, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
+            def step(rule: InnerRule, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
                 number = (t,) if "t" in bare else ()
                 result = function(rule, p, g, *number, **{name: values[named[name]] for name in names})
                 return result if isinstance(result, tuple) else (result,)
@@ -269,7 +269,7 @@ def low_rank(inner: Spec, state: str, *, when: str, rank: int = 8, **fixed: bool
     rank_name = _free(inner, "low_rank", "rank")
     parts = [f"{state}_{x}" for x in ("residual", "left", "right")]
 
-    def step(rule: Rule, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
+    def step(rule: InnerRule, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
         (residual, left, right), unused = (values[x] for x in parts), rule.states[state]
         if isinstance(residual, Absent):
             return rule(p, g, **fixed), residual, left, right

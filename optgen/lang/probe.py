@@ -85,7 +85,7 @@ def _meaning(op: str) -> Callable[..., float]:
 NodeValues = dict[int, list[float]]  # node uid -> value at each element
 
 
-class Run:
+class ProbedTensor:
     """One tensor: its elements, and what every node is worth at each of them."""
 
     def __init__(self, grid: Grid, columns: int) -> None:
@@ -144,7 +144,7 @@ def taken(user: Node, operand: Node, x: float) -> float:
     return got if math.isinf(got) else x
 
 
-def _culprit(run: Run, values: NodeValues, node: Node, i: int) -> tuple[Node, int]:
+def _culprit(run: ProbedTensor, values: NodeValues, node: Node, i: int) -> tuple[Node, int]:
     """The operation that first made the value at element i not finite: all that it took was finite."""
     operand: tuple[Node, int] | None = (node, i)
     while operand is not None:
@@ -201,7 +201,7 @@ def late(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> tuple[str, floa
     return None
 
 
-def _not_finite(trace: Trace, run: Run, values: NodeValues) -> Iterator[tuple[str, Node, int]]:
+def _not_finite(trace: Trace, run: ProbedTensor, values: NodeValues) -> Iterator[tuple[str, Node, int]]:
     """The new values that are not finite at an element."""
     for name, node in trace.new.items():
         for i in range(run.size):
@@ -212,13 +212,13 @@ def _not_finite(trace: Trace, run: Run, values: NodeValues) -> Iterator[tuple[st
 def _walked(
     spec: Spec, flags: Mapping[str, bool], trace: Trace, steps: Iterable[int], ps: Sequence[float] = P,
     gs: Sequence[float] = G,
-) -> Iterator[tuple[Run, int, NodeValues]]:
+) -> Iterator[tuple[ProbedTensor, int, NodeValues]]:
     """Each tensor, and what every node is worth at each of the steps, one after the other."""
     roots = list(trace.new.values())
     full = tuple(itertools.product(ps, gs))
     reduces = any(n.op in REDUCTIONS for n in postorder(roots))
     for grid in (full, *((one,) for one in full)) if reduces else (full,):
-        run = Run(grid, min(len(gs), len(grid)))
+        run = ProbedTensor(grid, min(len(gs), len(grid)))
         scalars = _scalars(spec, flags) | {s.name: s.init for s in spec.present_host(flags)}
         kept = {"p": [p for p, _ in grid], "g": [g for _, g in grid]}
         kept |= {name: [(i + 0.5) / run.size for i in range(run.size)] for name in trace.draws}
@@ -272,7 +272,7 @@ def _lost(node: Node, values: NodeValues, i: int) -> float | None:
     return next((x for n, a in pairs if (x := values[a.uid][i]) != 0 and taken(n, a, x) == 0), None)
 
 
-def _judge(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int, far: bool = False) -> None:
+def _judge(spec: Spec, trace: Trace, run: ProbedTensor, values: NodeValues, step: int, far: bool = False) -> None:
     _judge_scalars(spec, trace, run, values, step)
     _judge_signs(spec, trace, run, values, step)  # first, as the root of a negative state is NaN
     for name, node, i in _not_finite(trace, run, values):
@@ -292,7 +292,7 @@ def _judge(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int, fa
         )  # fmt: skip
 
 
-def _judge_scalars(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int) -> None:
+def _judge_scalars(spec: Spec, trace: Trace, run: ProbedTensor, values: NodeValues, step: int) -> None:
     """Raise UserError E141 for a host scalar that is not finite: a plain Python number, so an unused branch raises."""
     roots = list(trace.new.values())
     for node in postorder(roots):
@@ -301,7 +301,7 @@ def _judge_scalars(spec: Spec, trace: Trace, run: Run, values: NodeValues, step:
             raise UserError("E141", loc=_place(spec, trace, bad, roots), value=values[bad.uid][0], step=step)
 
 
-def _judge_signs(spec: Spec, trace: Trace, run: Run, values: NodeValues, step: int) -> None:
+def _judge_signs(spec: Spec, trace: Trace, run: ProbedTensor, values: NodeValues, step: int) -> None:
     """Raise UserError E142 for a nonneg state that is negative."""
     for s in spec.states:
         if s.nonneg and s.name in trace.states:

@@ -10,7 +10,7 @@ from optgen.formats.format import Field
 from optgen.formats.plan import Storage
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
-from optgen.ir.program import GRAD_SCALE, Buffer, KeptValue, Let, Program, Role, Store
+from optgen.ir.program import GRAD_SCALE, Buffer, Let, Program, Role, StateValue, Store
 from optgen.ir.ranges import ANY, Intervals
 from optgen.lang.spec import MatrixKind, Spec
 from optgen.lang.values import Value
@@ -141,7 +141,7 @@ def lower_rule(spec: Spec, flags: Mapping[str, bool]) -> Program:
         ranges=hyper_ranges(spec),
         host_states=tuple((h.name, h.init) for h in hosts),
         host_stores=tuple(Let(name, node) for name, node in trace.host_states.items()),
-        kept=tuple(KeptValue(x, ir.load(x, dtypes.f32, spaces.elem), new[x]) for x in ("p", *elements)),
+        kept=tuple(StateValue(x, ir.load(x, dtypes.f32, spaces.elem), new[x]) for x in ("p", *elements)),
         sums=tuple(dict.fromkeys(rewrite(node) for node, *_ in trace.sums)),
         together=together,
     )

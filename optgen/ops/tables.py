@@ -35,7 +35,7 @@ def after(x: float, by: int = 1) -> float:
 
 
 @dataclass(frozen=True)
-class Law:
+class StraightLines:
     """The straight lines that stand for a table of codes in fast maths.  k = code - zero numbers the entries, 0 where
     they are 0.
 
@@ -68,7 +68,7 @@ class Table:
 
     name: str
     values: tuple[float, ...]
-    law: Law | None = field(default=None, compare=False)
+    law: StraightLines | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         """A name that no other table has."""
@@ -145,7 +145,7 @@ def envelope(points: Sequence[tuple[float, float]], close: Close, *, lowest: boo
     return () if left else tuple(sorted(out, reverse=True))
 
 
-def law(values: Sequence[float], ends: Sequence[float]) -> Law | None:
+def law(values: Sequence[float], ends: Sequence[float]) -> StraightLines | None:
     """The law of a table whose code c takes numbers from ends[c - 1] on; None where it would not be shorter.
 
     values  rising; the negative ones mirror the positive ones, but perhaps for the last of these
@@ -160,7 +160,9 @@ def law(values: Sequence[float], ends: Sequence[float]) -> Law | None:
     return _law(zero, entries, starts, True, len(entries) > below) if 0 <= len(entries) - below <= 1 else None
 
 
-def _law(zero: int, entries: Sequence[float], starts: Sequence[float], signed: bool, last: bool) -> Law | None:
+def _law(
+    zero: int, entries: Sequence[float], starts: Sequence[float], signed: bool, last: bool
+) -> StraightLines | None:
     """Return the law of the entries above `zero`, given where their cells start; `last`: the last entry is treated by
     itself."""
     most = len(entries) - last
@@ -180,7 +182,9 @@ def _law(zero: int, entries: Sequence[float], starts: Sequence[float], signed: b
     place = tuple(_runs(points, lambda line, p: _off(line, p) <= CELL / 2))
     if any(min(a * x + b for a, b in place) < y - CELL for x, y in points):
         return None  # not concave
-    return Law(zero, most, search, lookup, place, starts[-1] if last else None, entries[most - 1], max(entries), signed)
+    return StraightLines(
+        zero, most, search, lookup, place, starts[-1] if last else None, entries[most - 1], max(entries), signed
+    )
 
 
 def _off(line: StraightLine, point: tuple[float, float]) -> float:

@@ -31,7 +31,7 @@ from functools import cached_property
 from optgen.base.names import unique
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, loads, postorder, unseen
-from optgen.ir.program import Buffer, KeptValue, Let, Program, Store
+from optgen.ir.program import Buffer, Let, Program, StateValue, Store
 from optgen.ir.spell import name_for
 from optgen.ops import dtypes, spaces
 from optgen.ops.prims import MATRIX_OPS, REDUCTIONS
@@ -249,7 +249,7 @@ class Analysis:
         return stores
 
     @cached_property
-    def kept(self) -> dict[str, KeptValue]:
+    def kept(self) -> dict[str, StateValue]:
         """Owner -> state whose new value a later sweep may read back."""
         # A new value that is just the gradient is not worth reading back in another format.
         return {k.owner: k for k in self.program.kept if not _is_gradient(k.new)}
@@ -343,7 +343,7 @@ class Cutter:
                 out.append(self._look(level, roots, at))
         return out
 
-    def _early(self, at: Mapping[str, int], level: int) -> list[KeptValue]:
+    def _early(self, at: Mapping[str, int], level: int) -> list[StateValue]:
         """Return the states whose new value is stored before a level, to be read back there."""
         return [self.of.kept[o] for o in at if at[o] < level and o in self.of.kept]
 

@@ -24,7 +24,7 @@ from optgen.lang.values import Num, Value, bits, cast, from_bits, maximum, minim
 from optgen.ops import spaces
 from optgen.ops.dtypes import f32, i32
 from optgen.ops.prims import PRIMS
-from optgen.ops.tables import Law, StraightLine, through
+from optgen.ops.tables import StraightLine, StraightLines, through
 
 # Taylor coefficients of 2**f, highest first: ln(2)**k / k!; |f| <= 1/2 leaves 5e-9 after the seventh power.
 _EXP2 = (1.5252734e-5, 1.540353e-4, 1.3333558e-3, 9.618129e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
@@ -104,12 +104,12 @@ def _lines(x: Num, lines: tuple[StraightLine, ...], pick: Callable[[Num, Num], N
     return found[0]
 
 
-def _size(x: Num, law: Law) -> Num:
+def _size(x: Num, law: StraightLines) -> Num:
     """|x|: no product, or the slopes, some of them 10^6, would be gathered with the reciprocal of a tiny scale."""
     return abs(x) if law.signed else maximum(x, 0.0)
 
 
-def lookup(x: Num, law: Law) -> Num:
+def lookup(x: Num, law: StraightLines) -> Num:
     """The entry number x of a table with a law."""
     k = cast(x - law.zero, f32)
     size = _lines(abs(k) if law.signed else k, law.lookup, maximum)
@@ -120,7 +120,7 @@ def lookup(x: Num, law: Law) -> Num:
     return where(k < 0.0, -size, size) if law.signed else size
 
 
-def search(x: Num, law: Law) -> Num:
+def search(x: Num, law: StraightLines) -> Num:
     """The code of x in a table with a law."""
     size = _lines(_size(x, law), law.search, minimum)
     if law.least:
@@ -133,7 +133,7 @@ def search(x: Num, law: Law) -> Num:
     return cast(k + float(law.zero), i32)
 
 
-def place(x: Num, law: Law) -> Num:
+def place(x: Num, law: StraightLines) -> Num:
     """The place of x among the entries of a table with a law."""
     y = _lines(_size(x, law), law.place, minimum)
     if law.least:
@@ -148,7 +148,7 @@ def place(x: Num, law: Law) -> Num:
     return y + float(law.zero)
 
 
-LAWS: dict[str, Callable[[Num, Law], Num]] = {"lookup": lookup, "search": search, "place": place}
+LAWS: dict[str, Callable[[Num, StraightLines], Num]] = {"lookup": lookup, "search": search, "place": place}
 
 
 def _nodes(means: Callable[..., Num], *given: Any) -> Node:

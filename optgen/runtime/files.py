@@ -21,7 +21,7 @@ from optgen.runtime.layout import layout, plans, sharding
 from optgen.runtime.optimizer import Checkpointed, Optimizer
 from optgen.runtime.options import entries, options
 from optgen.runtime.records import dtype_name, dtype_of
-from optgen.runtime.records.misfits import Misfits
+from optgen.runtime.records.problems import Problems
 from optgen.runtime.states import low_bits
 from optgen.runtime.states.state import kind, problems
 from optgen.runtime.states.state import of as state_of
@@ -88,7 +88,7 @@ def load_checkpoint(path: Path_, optimizer: Checkpointed, model: nn.Module | Non
 
 def _checked(heading: str, optimizer: Checkpointed, model: nn.Module | None, content: Mapping[str, Any]) -> list[Any]:
     """Return what a checkpoint has of each parameter's low bits; ValueError listing what does not fit."""
-    misfits = Misfits(heading)
+    misfits = Problems(heading)
     expected, got = name_of(optimizer), content["about"]["class"]
     if sorted(got.split(" + ")) != sorted(expected.split(" + ")):  # of several rules in any order
         misfits.add(f"expected a checkpoint of {expected}, got one of {got}")
@@ -154,7 +154,7 @@ def _parts(
 
 def _in_memory(value: Any) -> Any:
     """Return a value with copies of the tensors that are still in the file."""
-    return checkpoint.copied(value, None, "extra", Misfits("extra"))
+    return checkpoint.copied(value, None, "extra", Problems("extra"))
 
 
 def _parameters(optimizer: Checkpointed) -> list[Tensor]:
@@ -257,7 +257,7 @@ def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) 
 # -- whether a model is the one that was saved -------------------------------------------------------------------
 
 
-def _compare(model: nn.Module, saved: Any, misfits: Misfits) -> None:
+def _compare(model: nn.Module, saved: Any, misfits: Problems) -> None:
     """Add a misfit for every entry of a model's state dict that is not in the saved one with its dtype and shape."""
     if not isinstance(saved, Mapping):
         misfits.add("it has no model: it was saved without one; load the weights first, then the optimizer alone")
@@ -271,7 +271,7 @@ def _compare(model: nn.Module, saved: Any, misfits: Misfits) -> None:
 
 def _same_places(
     optimizer: Checkpointed, model: nn.Module, saved: Sequence[Mapping[str, Any]], order: Mapping[int, int],
-    misfits: Misfits,
+    misfits: Problems,
 ) -> None:  # fmt: skip
     """Add a misfit for every parameter that would go on with the state of another of the model's weights.
 

@@ -271,8 +271,8 @@ class Optimizer(Checkpointed):
         defaults |= {options.MODE: True} if self.evaluation is not None else {}
         self._reset_caches()
         tables = None if module is None else rules.Tables(type(self).__name__, module)
-        self._rules = rules.Rules(type(self), overrides, tables)
-        self._blocks = of_rows.Rules(type(self), blocks, tables)
+        self._rules = rules.Overrides(type(self), overrides, tables)
+        self._blocks = of_rows.BlockOverrides(type(self), blocks, tables)
         self._all_given = False
         super().__init__(params, defaults)
         self.state = state.States(dict)
@@ -295,7 +295,7 @@ class Optimizer(Checkpointed):
         self._uninterrupted = Uninterrupted()
         self._uphill = False  # between the two steps of SAM
         self._idle = 0
-        self._rules, self._blocks = rules.Rules(type(self)), of_rows.Rules(type(self))
+        self._rules, self._blocks = rules.Overrides(type(self)), of_rows.BlockOverrides(type(self))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -469,7 +469,7 @@ class Optimizer(Checkpointed):
         found |= {"_rules": self._rules, "_blocks": self._blocks}
         params = [entry.p for entry in self._entries()]
         if any(low_bits.ATTRIBUTE in p.__dict__ for p in params):
-            found[low_bits.CARRIER] = low_bits.Kept(params)
+            found[low_bits.CARRIER] = low_bits.CopiedLowBits(params)
         return found
 
     # -- checkpoints ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from optgen.runtime.layout.plans import Label
 from optgen.runtime.modes.watch import SAMPLE, Callback, Watches, Writer
 from optgen.runtime.optimizer import Checkpointed, Optimizer, read, take
 from optgen.runtime.options import options, overrides
-from optgen.runtime.records.misfits import Misfits
+from optgen.runtime.records.problems import Problems
 from optgen.runtime.records.uninterrupted import Uninterrupted
 from optgen.runtime.states import state
 
@@ -35,7 +35,7 @@ def _of_key(name: str) -> Callable[..., Any]:
     return lambda self, key, *given: getattr(self.of(key), name)(key, *given)
 
 
-class States(MutableMapping[Any, Any]):
+class StatesOfParts(MutableMapping[Any, Any]):
     """The states of all parts as one defaultdict: one that is read or set first is of the part with its parameter."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
@@ -161,7 +161,7 @@ class Several(Checkpointed):
 
     @property
     def state(self) -> Any:
-        return States(self._members)
+        return StatesOfParts(self._members)
 
     @state.setter
     def state(self, states: Mapping[Any, Any]) -> None:
@@ -283,7 +283,7 @@ class Several(Checkpointed):
 
     def _split(self, saved: dict[str, Any]) -> list[tuple[Optimizer, dict[str, Any]]]:
         """Return each part with its share of a state dict: groups go by the names in them, else by what they say."""
-        groups, states = checkpoint.parts(saved, Misfits("Several.load_state_dict: nothing was loaded"))
+        groups, states = checkpoint.parts(saved, Problems("Several.load_state_dict: nothing was loaded"))
         dealt: dict[Optimizer, list[dict[str, Any]]] = {part: [] for part in self._members}
         wrong: list[set[str]] = []
         for group, part in zip(groups, self._steppers_of(groups), strict=True):

@@ -39,7 +39,7 @@ from optgen.runtime.options.options import hypers_of
 from optgen.runtime.records.join import settled
 from optgen.runtime.records.keys import DRAW, stream_key
 from optgen.runtime.reference import eager
-from optgen.verify.intervals import STRICT, Interval, Model
+from optgen.verify.intervals import STRICT, Interval, Rounding
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Values:
 
     @classmethod
     def decoded(
-        cls, values: Mapping[str, Tensor], host: Mapping[str, float], step: int, model: Model = STRICT,
+        cls, values: Mapping[str, Tensor], host: Mapping[str, float], step: int, model: Rounding = STRICT,
         roundings: Mapping[str, int] | None = None,
     ) -> Values:  # fmt: skip
         """Return the values of decoded tensors: "p" and the states by name.
@@ -431,7 +431,7 @@ class Trial:
         backend: str = "reference",
         seed: int = 0,
         step: int = 0,
-        model: Model = STRICT,
+        model: Rounding = STRICT,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.spec, self.model = spec, model

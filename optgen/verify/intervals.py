@@ -36,7 +36,7 @@ EXP2_UNITS, LOG2_UNITS, CBRT_UNITS = 6.0, 8.0, 4.0
 
 
 @dataclass(frozen=True)
-class Model:
+class Rounding:
     """The rounding of a machine: relative `unit`, absolute `tiny`; `regroups`: quotients are products with 1 / y, and
     the factors of products and roots come in any order."""
 
@@ -46,9 +46,9 @@ class Model:
     roundings: int = 1  # half-ulp roundings that one operation of the author may become
 
 
-STRICT = Model()
+STRICT = Rounding()
 FAST_UNITS = 8
-FAST = Model(FAST_UNITS * F32_UNIT, F32_NORMAL, regroups=True, roundings=FAST_UNITS)
+FAST = Rounding(FAST_UNITS * F32_UNIT, F32_NORMAL, regroups=True, roundings=FAST_UNITS)
 """Fast maths: one operation of the author may become up to `FAST_UNITS` half-ulp roundings of the result.
 
 The ROUNDS rules change products, quotients, roots and the order of their factors only, so errors stay
@@ -108,12 +108,12 @@ class Interval:
     __slots__ = ("factors", "hi", "lo", "model")
 
     def __init__(
-        self, lo: Tensor, hi: Tensor, model: Model = STRICT, factors: tuple[Tensor, Tensor] | None = None
+        self, lo: Tensor, hi: Tensor, model: Rounding = STRICT, factors: tuple[Tensor, Tensor] | None = None
     ) -> None:
         self.lo, self.hi, self.model, self.factors = lo, hi, model, factors
 
     @classmethod
-    def point(cls, x: Tensor, model: Model = STRICT) -> Interval:
+    def point(cls, x: Tensor, model: Rounding = STRICT) -> Interval:
         """Exactly x: a value that fp32 holds, such as a decoded state."""
         x = x.to(torch.float64)
         return cls(x, x, model)
@@ -186,7 +186,7 @@ class Interval:
         lo = torch.where(self.lo < -largest, -torch.inf, self.lo.clamp(max=largest))
         return Interval(lo, torch.where(self.hi > largest, torch.inf, self.hi.clamp(min=-largest)), self.model)
 
-    def _under(self, model: Model) -> Interval:
+    def _under(self, model: Rounding) -> Interval:
         return Interval(self.lo, self.hi, model)
 
     # -- arithmetic
@@ -297,14 +297,14 @@ def _factors(x: Interval) -> tuple[Tensor, Tensor]:
     return x.factors or (x.magnitude().clamp(min=1), abs(x).lo.clamp(max=1))
 
 
-def _regrouped(lo: Tensor, hi: Tensor, model: Model, factors: tuple[Tensor, Tensor]) -> Interval:
+def _regrouped(lo: Tensor, hi: Tensor, model: Rounding, factors: tuple[Tensor, Tensor]) -> Interval:
     """A product, quotient or root of which the factors may come in any order, rounded."""
     above, _ = factors
     out = _rounded(*_unknown(above > F32_LARGEST, lo, hi), model, model.tiny * above)
     return Interval(out.lo, out.hi, model, factors)
 
 
-def _rounded(lo: Tensor, hi: Tensor, model: Model, tiny: Tensor | float | None = None) -> Interval:
+def _rounded(lo: Tensor, hi: Tensor, model: Rounding, tiny: Tensor | float | None = None) -> Interval:
     """The interval after one rounding, which crosses neither 0 nor, without becoming Inf, the largest fp32."""
     # Both ends at once, as upper ones of x and -x: of small tensors the number of calls decides.
     ends = torch.stack((-lo, hi))
@@ -395,7 +395,7 @@ class _Reader:
         return Condition(same, (x.hi < y.lo) | (y.hi < x.lo))
 
     def exp2(self, x: Interval) -> Interval:
-        units = Model(max(x.model.unit, F32_UNIT) * EXP2_UNITS, x.model.tiny)
+        units = Rounding(max(x.model.unit, F32_UNIT) * EXP2_UNITS, x.model.tiny)
         # Kernels limit x; what it is exactly lies beyond.
         both = [_rounded(torch.exp2(i.lo), torch.exp2(i.hi), units) for i in (x, clip(x, -126.0, 127.0))]
         return _around(*both)._under(x.model)
@@ -416,7 +416,7 @@ class _Reader:
     def pow(self, base: float, x: Interval) -> Interval:
         """base ** x of a number: 2 ** (x * log2(base)), whose own error is below 3 units."""
         y = x * math.log2(base) if base > 0 else x.unknown()
-        units = Model(y.model.unit * 3, y.model.tiny)
+        units = Rounding(y.model.unit * 3, y.model.tiny)
         return _rounded(torch.exp2(y.lo), torch.exp2(y.hi), units)._under(x.model)
 
     def atan2(self, y: Ends, x: Ends) -> Interval:
@@ -428,11 +428,11 @@ class _Reader:
         b, a = (Interval(i.lo - tiny, i.hi + tiny) for i in (b, a))
         lo, hi = _hull([torch.atan2(s, c) for s in (b.lo, b.hi) for c in (a.lo, a.hi)])
         any_ = (a.lo <= 0) & (b.lo <= 0) & (b.hi >= 0)
-        units = Model(like.model.unit * (1 + 2 * (PRIMS["atan2"].ulps or 0)), like.model.tiny)
+        units = Rounding(like.model.unit * (1 + 2 * (PRIMS["atan2"].ulps or 0)), like.model.tiny)
         return _rounded(lo.masked_fill(any_, -math.pi), hi.masked_fill(any_, math.pi), units)._under(like.model)
 
     def cbrt(self, x: Interval) -> Interval:
-        units = Model(x.model.unit * CBRT_UNITS, x.model.tiny)
+        units = Rounding(x.model.unit * CBRT_UNITS, x.model.tiny)
         # The steps make NaN of Inf.
         lo, hi = (t.sign() * t.abs() ** (1 / 3) for t in (x.lo, x.hi))
         out = _rounded(*_unknown(x.magnitude().isinf(), lo, hi), units)
@@ -487,7 +487,7 @@ def _rising(row: Prim, operands: Sequence[Ends]) -> Interval:
     lo, hi = (getattr(reader_of(like.lo), row.name)(*(side[k] for side in sides)) for k in (0, 1))
     if row.ulps is None:
         return Interval(lo, hi, like.model)
-    return _rounded(lo, hi, Model(like.model.unit * (1 + 2 * row.ulps), like.model.tiny))._under(like.model)
+    return _rounded(lo, hi, Rounding(like.model.unit * (1 + 2 * row.ulps), like.model.tiny))._under(like.model)
 
 
 def _sum(x: Interval, dims: tuple[int, ...]) -> Interval:

@@ -30,7 +30,7 @@ from optgen.runtime.options.entries import labels as labels_of
 from optgen.runtime.records import Variant, as_float, beside, fed_name, keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.join import Pair
-from optgen.runtime.records.misfits import SHOWN, Misfits
+from optgen.runtime.records.problems import SHOWN, Problems
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import low_bits, state
 
@@ -93,7 +93,7 @@ def _listed(group: Mapping[str, Any], key: str) -> set[str]:
     return {name for name in found if isinstance(name, str)} if isinstance(found, (list, tuple)) else set()
 
 
-def copied(value: Any, device: torch.device | None, name: str, misfits: Misfits) -> Any:
+def copied(value: Any, device: torch.device | None, name: str, misfits: Problems) -> Any:
     """Copy a user's own entry as torch.optim does: tensors are copied, to `device` if given; other objects are shared.
 
     A tensor without values is a misfit.
@@ -132,7 +132,7 @@ def read(cls: Any, groups: Groups, saved: Mapping[str, Any], present: Mapping[An
     The result shares nothing with `saved` but immutable values and, in a user's own entries, objects other than
     tensors, dicts, lists and tuples. Raises ValueError listing all misfits.
     """
-    misfits = Misfits(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
+    misfits = Problems(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
     saved_groups, saved_state = parts(saved, misfits)
     saved_groups = _aligned(groups, saved_groups)
     order, sources = matched = _match(groups, saved_groups, misfits)
@@ -158,7 +158,7 @@ def read(cls: Any, groups: Groups, saved: Mapping[str, Any], present: Mapping[An
 
 
 def _beside(
-    groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any], matched: Matched, misfits: Misfits
+    groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any], matched: Matched, misfits: Problems
 ) -> dict[Any, Any]:
     """Return copies of what a user keeps beside the states of the parameters; misfits for what else is there."""
     numbers = set(matched.order.values())
@@ -200,7 +200,7 @@ def opened(optimizer: torch.optim.Optimizer, saved: Any) -> dict[str, Any]:
     return found
 
 
-def parts(saved: Mapping[str, Any], misfits: Misfits) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+def parts(saved: Mapping[str, Any], misfits: Problems) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
     """Return (groups, states by the parameters' numbers) of a state dict; ValueError if it is built otherwise."""
     groups, entries = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, Sequence) or not all(
@@ -275,7 +275,7 @@ class Matched(NamedTuple):
     sources: list[Mapping[str, Any]]
 
 
-def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> Matched:
+def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Problems) -> Matched:
     """Match parameters by name over all groups if both sides have names, else by position.
 
     Names of wrappers (torch.compile, checkpoint_wrapper) are ignored.  Raises ValueError listing what one side lacks,
@@ -300,7 +300,7 @@ def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> 
     return Matched(order, sources)
 
 
-def _keys(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> tuple[Keys, Keys]:
+def _keys(groups: Groups, saved: list[Mapping[str, Any]], misfits: Problems) -> tuple[Keys, Keys]:
     """Return by what parameters are matched: names, or (group, place) where one side has none."""
     names, others = _names(groups), _names(saved)
     if names is not None and others is not None:
@@ -319,7 +319,7 @@ def _keys(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> t
     return mine, theirs
 
 
-def _compare_keys(mine: set[Key], theirs: set[Key], alike: bool, misfits: Misfits) -> None:
+def _compare_keys(mine: set[Key], theirs: set[Key], alike: bool, misfits: Problems) -> None:
     """Stop at names that one side lacks, and at those of several parameters if groups are others than those saved."""
     lacking, extra = ([name for name, _ in apart] for apart in (mine - theirs, theirs - mine))
     if lacking or extra:
@@ -378,7 +378,7 @@ def _aligned(groups: Groups, saved: list[Mapping[str, Any]]) -> list[Mapping[str
     return found
 
 
-def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) -> dict[int, int]:
+def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Problems) -> dict[int, int]:
     """Return id(parameter) -> its position in the checkpoint, counted over all groups."""
     place = {number: k for k, number in enumerate(number for group in saved for number in group["params"])}
     return {key: place[number] for key, number in _match(groups, saved, misfits).order.items()}
@@ -386,7 +386,7 @@ def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Misfits) 
 
 def _merge(
     cls: Any, index: int, group: Mapping[str, Any], saved: Mapping[str, Any], order: Mapping[int, Any], bare: bool,
-    misfits: Misfits,
+    misfits: Problems,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the group after loading: present parameters, with saved options and names over the present ones.
 
@@ -543,7 +543,7 @@ class _Reading:
     cls: Any
     group: Mapping[str, Any]
     saved: Mapping[str, Any]
-    misfits: Misfits
+    misfits: Problems
     loaded: Loaded
 
     @property
@@ -630,7 +630,7 @@ class _Reading:
             found = reader().dense(found, variant.states, tuple(target.shape))
         variant = held(self.cls, self.group, target, label, variant, found)
         if sharding.is_sharded(p):
-            parts = sharded_states.Parts.of(p, variant)
+            parts = sharded_states.ShardedStates.of(p, variant)
             p, found = parts.weight(p), parts.taken(found)
             errors = parts.beside("error_bits", errors) if isinstance(errors, Tensor) else errors
         if trained is not None:
@@ -646,7 +646,7 @@ EVALUATED = (
 )
 
 
-def _trained(value: Tensor, target: Tensor, p: Tensor, parts: sharded_states.Parts | None, own: bool) -> Tensor:
+def _trained(value: Tensor, target: Tensor, p: Tensor, parts: sharded_states.ShardedStates | None, own: bool) -> Tensor:
     """Return a copy of a weight of training that stands beside p, fp32 if it is from a dense state dict.
 
     Raises ValueError if it does not fit.
@@ -682,7 +682,7 @@ class _Source:
     variant: Variant
     target: Tensor
     p: Tensor
-    parts: sharded_states.Parts | None
+    parts: sharded_states.ShardedStates | None
     entry: Mapping[str, Any]
     exact: Tensor | None
     trained: Tensor | None

@@ -49,7 +49,9 @@ def feed(self: Any, *, keep: bool = False, **values: Given) -> None:
         _keep(*row, fed=2.0 if keep else 1.0)
 
 
-def _keep(states: Any, entry: Entry, name: str, x: Tensor, parts: sharded_states.Parts | None, *, fed: float) -> None:
+def _keep(
+    states: Any, entry: Entry, name: str, x: Tensor, parts: sharded_states.ShardedStates | None, *, fed: float
+) -> None:
     kept = states[entry.p]
     if name in kept and sharding.local(kept[name]).is_contiguous():
         sharding.local(kept[name]).copy_(x)
@@ -101,12 +103,12 @@ def _changed(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return sharding.wrapped(made, sharding.layout_of(x)) if sharding.is_sharded(x) else made
 
 
-def _part(cls: Any, name: str, entry: Entry, x: Tensor) -> tuple[Tensor, sharded_states.Parts | None]:
+def _part(cls: Any, name: str, entry: Entry, x: Tensor) -> tuple[Tensor, sharded_states.ShardedStates | None]:
     """Return the part of a value that belongs to what this rank has of a parameter, and how that is sharded."""
     if not sharding.is_sharded(entry.p):
         return x, None
     try:
-        parts = sharded_states.Parts.of(entry.p, checkpoint.select(cls, entry.group, entry.p, entry.name)[2])
+        parts = sharded_states.ShardedStates.of(entry.p, checkpoint.select(cls, entry.group, entry.p, entry.name)[2])
         return parts.beside(name, x), parts
     except ValueError as error:
         raise ValueError(f"{cls.__name__}.feed: {state.label(entry.p, entry.name)}: {error}") from None

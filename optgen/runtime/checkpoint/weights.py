@@ -19,7 +19,7 @@ from optgen.runtime.options.entries import Entry
 from optgen.runtime.options.options import MODE, hypers_of
 from optgen.runtime.records import Variant
 from optgen.runtime.records.join import Pair
-from optgen.runtime.records.misfits import Misfits
+from optgen.runtime.records.problems import Problems
 from optgen.runtime.states import low_bits, state
 
 
@@ -126,7 +126,7 @@ def check(
 
     Raises ValueError listing all misfits.
     """
-    misfits = Misfits(f"{owner}.load_master_state_dict: the weights do not fit the model, nothing was loaded")
+    misfits = Problems(f"{owner}.load_master_state_dict: the weights do not fit the model, nothing was loaded")
     if not isinstance(saved, Mapping):
         raise TypeError(f"{owner}.load_master_state_dict takes a state dict, got {saved!r:.80}")
     live = model.state_dict(keep_vars=True)
@@ -152,7 +152,7 @@ def check(
     return mine, rest
 
 
-def compare_names(live: Mapping[str, Any], saved: Mapping[str, Any], misfits: Misfits, prefix: str = "") -> None:
+def compare_names(live: Mapping[str, Any], saved: Mapping[str, Any], misfits: Problems, prefix: str = "") -> None:
     """Add a misfit for every name that a model and a state dict do not share."""
     for name in (n for n in live if n not in saved):
         misfits.add(f"{prefix}{name}: expected {state.kind(live[name])}, it is missing")
@@ -229,7 +229,7 @@ def put(one: Any, entry: Entry, value: Tensor) -> None:
     A DTensor without a state gets one: it has no other place for its low bits.
     """
     p, (plan, variant, kept) = entry.p, _kept(one, entry)
-    parts = sharded_states.Parts.of(p, variant) if sharding.is_sharded(p) else None
+    parts = sharded_states.ShardedStates.of(p, variant) if sharding.is_sharded(p) else None
     weight, full = (p, value.detach()) if parts is None else (parts.weight(p), parts.beside("its weight", value))
     full = full.to(device=p.device, dtype=torch.float32).contiguous()
     own = [f.name for f in variant.fields if f.owner == "p"]

@@ -81,7 +81,7 @@ def _function(library: ctypes.CDLL, bucket: Bucket) -> Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TensorTable:
     """A bucket's tensors as its kernel reads them; those without elements are left out.
 
     rows      int64, `width` a row: addresses of p, g and the fields, then six sizes (workspace.rows)
@@ -103,7 +103,7 @@ class Table:
         return len(self.rows) // self.width
 
 
-def table(lines: Sequence[Sequence[int]], fields: int) -> Table:
+def table(lines: Sequence[Sequence[int]], fields: int) -> TensorTable:
     """Return the table of the rows of `workspace.rows`, for tensors of that many fields."""
     rows = array("q")
     elements = 0
@@ -112,7 +112,7 @@ def table(lines: Sequence[Sequence[int]], fields: int) -> Table:
         if numel:
             rows.extend(line)
             elements += numel
-    return Table(rows, fields + 8, elements)
+    return TensorTable(rows, fields + 8, elements)
 
 
 _forked = False
@@ -133,7 +133,7 @@ def threads(elements: int) -> int:
     return torch.get_num_threads() if elements >= SERIAL and not _forked else 1
 
 
-def runner(bucket: Bucket, table: Table, scalars: Any, step_key: int) -> staged.Runner:
+def runner(bucket: Bucket, table: TensorTable, scalars: Any, step_key: int) -> staged.Runner:
     """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
     stages: Callable[..., int] | None = bucket.kernel
     assert stages is not None
@@ -149,7 +149,7 @@ def runner(bucket: Bucket, table: Table, scalars: Any, step_key: int) -> staged.
     torch.autograd.graph.increment_version(bucket.params)
 
 
-def call(step: Step, table: Table, scalars: ctypes.Array[ctypes.c_float], step_key: int) -> None:
+def call(step: Step, table: TensorTable, scalars: ctypes.Array[ctypes.c_float], step_key: int) -> None:
     code = step(table.address, table.tensors, scalars, step_key, threads(table.elements))
     if code:
         raise RuntimeError(f"a C++ kernel refused its table (code {code})")

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from optgen.runtime.cpu.cpu import Table
+from optgen.runtime.cpu.cpu import TensorTable
 from optgen.runtime.layout import layout, workspace
 from optgen.runtime.layout.workspace import Workspace, matrices
 from optgen.runtime.records import Variant
@@ -45,9 +45,9 @@ def table(
     columns: Sequence[Sequence[int]],
     places: Sequence[layout.Place] | None = None,
     dims: workspace.Dims = None,
-    old: Table | None = None,
+    old: TensorTable | None = None,
     pool: workspace.Pool | None = None,
-) -> Table:
+) -> TensorTable:
     """Return the table of a bucket's tensors; those whose logical tensors have no elements are left out.
 
     columns   addresses of p, g and the fields, for each tensor
@@ -63,7 +63,7 @@ def table(
             numel = math.prod(shape)
             out.extend((*addresses, *matrices(shape), numel, layout.grid(shape)[1], stream, *place))
             elements += numel
-    return Table(out, len(columns) + 12, elements, room)
+    return TensorTable(out, len(columns) + 12, elements, room)
 
 
 def make(

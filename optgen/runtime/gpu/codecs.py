@@ -57,7 +57,7 @@ class Codec:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class StoredValue:
     """A value of a rule, as a plan keeps it.
 
     fields    the positions of the buffers that it is read from among those of the sweep
@@ -96,13 +96,13 @@ class Kept:
         return repr(self) + self.codec.cache_key
 
 
-class Plan:
+class ValuesByName:
     """The values of a rule by their names, as attributes.
 
     Triton 3.6 makes no constants of the attributes of a constant; its interpreter knows none.
     """
 
-    def __init__(self, values: tuple[Kept, ...]) -> None:
+    def __init__(self, values: tuple[StoredValue, ...]) -> None:
         self.__dict__.update({x.name: x if INTERPRETED.value else tl.constexpr(x) for x in values})
 
     def __repr__(self) -> str:

@@ -144,11 +144,11 @@ def _outer(
     if not isinstance(scalars, Control):
         key = (step_key,) if call.keyed else ()
         return call.kernel, (call.table, call.work, *(scalars[k] for k in call.scalars), *key), call.constants
-    from optgen.runtime.gpu import controlled
+    from optgen.runtime.gpu import device_steps
 
     around = {"kernel": call.kernel, "WHICH": tuple(call.scalars), "KEYED": call.keyed}
     around |= {"CONSTANTS": _ordered(call.kernel, call.constants)}
-    return controlled.controlled, (call.table, call.work, scalars.values, scalars.words), around
+    return device_steps.controlled, (call.table, call.work, scalars.values, scalars.words), around
 
 
 def _ordered(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import triton.language as tl
 
-from optgen.runtime.gpu import between
-from optgen.runtime.gpu.between import Level, Round
-from optgen.runtime.gpu.codecs import FULL, Codec, Kept
+from optgen.runtime.gpu import small_work
+from optgen.runtime.gpu.codecs import FULL, Codec, StoredValue
 from optgen.runtime.gpu.matrices import Panels
 from optgen.runtime.gpu.prelude import KEEPS_LAYOUTS
-from optgen.runtime.gpu.walk import Sweep
+from optgen.runtime.gpu.small_work import Level, Round
+from optgen.runtime.gpu.walk import KernelSweep
 from optgen.runtime.records import COPY, EIGHT, Field, Rule, Stage, Temp, Variant
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.keys import draw_salt
@@ -59,7 +59,7 @@ def _add(out: Any, variant: Variant, steps: Rule, rule: ModuleType, codecs: Modu
     for _, level in groupby(small, key=lambda s: s.level):
         first, *more = level
         own = first.state or first.kernel == COPY
-        setattr(out, names[first], between.of_states if own else getattr(rule, f"{first.kernel}_between"))
+        setattr(out, names[first], small_work.of_states if own else getattr(rule, f"{first.kernel}_between"))
         rounds = tuple(_round(variant, frame, stage) for stage in (first, *more))
         out.CONSTANTS[names[first]] = {"LEVEL": Level(frame.width, rounds)}
 
@@ -133,7 +133,7 @@ class Frame:
         return tuple(self.numel + _SIZES[x] for x in stage.extents)
 
 
-def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
+def sweep(variant: Variant, stage: Stage, frame: Frame) -> KernelSweep:
     """Return the record of a sweep."""
     rule = variant.rule
     assert rule is not None
@@ -161,7 +161,7 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> Sweep:
     )
     if stage.matrices:
         return _panels(stage, frame, temps, made)
-    record = Sweep(sums=_terms(frame, temps, stage, ("tensor", "model")), **made)
+    record = KernelSweep(sums=_terms(frame, temps, stage, ("tensor", "model")), **made)
     # Masked elements come one by one, in a register each: few at a time, lest registers spill, and then with sums of
     # their own.  In strict maths sums need the lanes of a whole tile.
     return replace(record, parts=1 if record.strict else _tile(record) // LEAST)
@@ -233,15 +233,15 @@ class _Values:
         """Return the positions of columns among those that the sweep touches."""
         return tuple(map(self.touched.index, names))
 
-    def kept(self, owner: str) -> Kept:
+    def kept(self, owner: str) -> StoredValue:
         """Return the record of a value."""
         direct = _is_direct(self.variant, owner)
         if owner not in self.live:
-            return Kept(owner, FULL, (), (), direct=direct, absent=True)
+            return StoredValue(owner, FULL, (), (), direct=direct, absent=True)
         codec, stored, eager = self.codec(owner), owner in self.stores, self.eager
         word, shift = eager.noise.get(owner, (-1, 0))
         base = eager.relative.get(owner)
-        return Kept(
+        return StoredValue(
             owner,
             codec,
             self.places(self.read[owner]),
@@ -282,7 +282,7 @@ _FACTORS = {"square": (0, 0), "product": (0, 1)}
 
 
 def _terms(frame: Frame, temps: Mapping[str, Temp], stage: Stage, *spaces: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return the terms of a sweep, see `Sweep.sums`, with the entries of partial results of these spaces."""
+    """Return the terms of a sweep, see `KernelSweep.sums`, with the entries of partial results of these spaces."""
     out, first = [], 0
     for kind, names in stage.sums:
         factors = tuple(first + k for k in _FACTORS.get(kind, (0,)))
@@ -300,7 +300,7 @@ _GATHERED = {("col", "axis"): "axis_min", ("axis", "col"): "axis_max"}
 def _round(variant: Variant, frame: Frame, stage: Stage) -> Round:
     assert variant.rule is not None
     columns = frame.columns
-    values = between.copy if stage.kernel == COPY else None
+    values = small_work.copy if stage.kernel == COPY else None
     if stage.state:
         values = frame.codecs[stage.state].small[int(stage.kernel.removeprefix("small_")) - 1]
     spaces = variant.spaces
@@ -347,7 +347,7 @@ def _bits(dtype: Any) -> int:
     return int(dtype.primitive_bitwidth)
 
 
-def _tile(record: Sweep) -> int:
+def _tile(record: KernelSweep) -> int:
     """Return the elements per tile of a sweep over segments.
 
     Twice as many where only bytes are stored, beside sums: 16 codes of a thread are one 128-bit access, and what is
@@ -379,7 +379,7 @@ def _panel_registers(variant: Variant, record: Panels) -> int | None:
     return 96 if len(record.sums) == 1 else 128
 
 
-def registers(variant: Variant, record: Sweep, tile: int) -> int | None:
+def registers(variant: Variant, record: KernelSweep, tile: int) -> int | None:
     """Return the registers per thread that a kernel is expected to fit in, counted on sm_80 to sm_100; None: no limit.
 
     Where it spills all the same, the first step compiles it with more (optgen.runtime.gpu.compiled.without_spills).
@@ -400,7 +400,7 @@ def registers(variant: Variant, record: Sweep, tile: int) -> int | None:
     return most + 16 * in_pieces + (32 if record.strict else 16) * len(record.sums)
 
 
-def _is_wide(variant: Variant, record: Sweep, states: Iterable[Kept]) -> bool:
+def _is_wide(variant: Variant, record: KernelSweep, states: Iterable[StoredValue]) -> bool:
     """Return True if elements take half as many registers more than usual.
 
     Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums

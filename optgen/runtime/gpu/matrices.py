@@ -18,7 +18,7 @@ import triton.language as tl
 
 from optgen.runtime.gpu.prelude import down, fold, joint, log2, missing, pointer, put
 from optgen.runtime.gpu.walk import (
-    Sweep,
+    KernelSweep,
     arguments,
     by_rows,
     coded,
@@ -31,7 +31,7 @@ from optgen.runtime.gpu.walk import (
 
 
 @dataclass(frozen=True, eq=False)
-class Panels(Sweep):
+class Panels(KernelSweep):
     """A sweep over panels.
 
     matrices    the entry that is the number of matrices; their rows and columns follow

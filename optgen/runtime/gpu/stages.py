@@ -114,7 +114,7 @@ class Live:
 
 
 @dataclass(slots=True)
-class Plan:
+class Launches:
     """The launches of a bucket's step, and what of it may be kept.
 
     host  the table; `table` is on the device
@@ -139,8 +139,8 @@ Limits = Callable[[str], dict[str, int]]
 
 
 def build(
-    bucket: Bucket, kernels: ModuleType, grad: Any, now: Now, old: Plan | None, tuning: Tuning, limits: Limits
-) -> Plan:
+    bucket: Bucket, kernels: ModuleType, grad: Any, now: Now, old: Launches | None, tuning: Tuning, limits: Limits
+) -> Launches:
     """The launches for tensors of these shapes, stream keys, columns of addresses, places and dimensions of columns.
 
     grad   Triton's dtype of the gradients
@@ -155,11 +155,11 @@ def build(
     room = replace(room, numbers=workspace.numbers(kernels, bucket.variant, device))
     maker = _Maker(bucket, kernels, grad, live, room, tuning, limits)
     host = live.table(room, maker.dense, staged)
-    maker.make(Plan(live, room, maker.dense, host, sent(host, device)))
+    maker.make(Launches(live, room, maker.dense, host, sent(host, device)))
     return maker.plan
 
 
-def moved(plan: Plan, table: Tensor) -> Plan:
+def moved(plan: Launches, table: Tensor) -> Launches:
     """A copy of a plan with another table of addresses."""
     calls = [replace(x, table=table) if x.table is plan.table else x for x in plan.calls]
     return replace(plan, table=table, calls=calls)
@@ -187,7 +187,7 @@ class _Maker:
         self.partials = dict(zip(reduced, room.columns[len(self.temps) :], strict=False))
         self.operands: Tensor | None = None
         self.dense = self._dense()
-        self.plan: Plan
+        self.plan: Launches
 
     def _fits(self, stage: Stage, i: int) -> bool:
         """True if a tensor's panels hold whole blocks, and are worth a program each."""
@@ -216,7 +216,7 @@ class _Maker:
         of_panels = stage.sums if stage.space == "elem" and stage.matrices else ()
         return {name: i for i, (_, names) in enumerate(of_panels) for name in names}
 
-    def make(self, plan: Plan) -> None:
+    def make(self, plan: Launches) -> None:
         """Adds the calls."""
         self.plan = plan
         if self.operands is not None:
@@ -417,7 +417,7 @@ def is_ragged(shape: torch.Size, block: int, place: layout.Place, counted: bool)
     return counted and (parted or (block == 1 and (place.row * place.width + place.column) % 8 != 0))
 
 
-def stretch(plan: Plan, begin: int = 0, end: int | None = None) -> list[Call]:
+def stretch(plan: Launches, begin: int = 0, end: int | None = None) -> list[Call]:
     """Return the launches of stages [begin, end), by default of all, in order."""
     ends = [0, *plan.ends]
     return plan.calls[ends[begin] : ends[-1 if end is None else end]]

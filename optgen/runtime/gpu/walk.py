@@ -1,6 +1,7 @@
 """Walk the elements of a tensor tile by tile: the loops of every sweep that touches neither rows nor columns.
 
-A kernel is a tile function, which computes one tile, and a `Sweep`, which says what lies in memory and what is summed.
+A kernel is a tile function, which computes one tile, and a `KernelSweep`, which says what lies in memory and what is
+summed.
 A program does the tiles of one work item (see optgen.runtime.step.launch for `table` and `work`): pairs of full tiles
 without masks, then what is left.  Where rows end within a block, tiles count blocks row by row and every access is
 masked; where rows are parts of longer ones, elements are numbered row by row.
@@ -19,13 +20,13 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu import codecs
-from optgen.runtime.gpu.codecs import Kept, Plan
+from optgen.runtime.gpu.codecs import StoredValue, ValuesByName
 from optgen.runtime.gpu.prelude import down, fold, joint, missing, numbered, opaque, pointer, term, within
 from optgen.runtime.records.keys import Recipe, Word, recipes
 
 
 @dataclass(frozen=True, eq=False)
-class Sweep:
+class KernelSweep:
     """The layout of a row of a kernel's table, the terms that the kernel sums, and how it is launched.
 
     width     entries of a row (42)
@@ -69,7 +70,7 @@ class Sweep:
     extents: tuple[int, ...] = ()
     sums: tuple[tuple[Any, ...], ...] = ()
     strict: bool = False
-    values: tuple[Kept, ...] = ()
+    values: tuple[StoredValue, ...] = ()
     taken: int = 0
     stores: tuple[tuple[int, int], ...] = ()
     summed: tuple[int, ...] = ()
@@ -87,9 +88,9 @@ class Sweep:
         """The record's part of the name under which Triton keeps a compiled kernel."""
         return " ".join([repr(self), *(x.cache_key for x in self.values)])
 
-    def plan(self) -> Plan:
+    def plan(self) -> ValuesByName:
         """Return the values by their names."""
-        return Plan(self.values)
+        return ValuesByName(self.values)
 
     # Triton makes constants of what methods return, and not of attributes.
 
@@ -97,7 +98,7 @@ class Sweep:
         """Return how many values the tile function takes."""
         return self.taken
 
-    def kept(self, i: int) -> Kept:
+    def kept(self, i: int) -> StoredValue:
         """Return how a value is kept."""
         return self.values[i]
 

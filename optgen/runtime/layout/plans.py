@@ -22,7 +22,7 @@ from optgen.runtime.records import Flag, Variant, beside, dtype_name, join, keys
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.keys import Label as Label
 from optgen.runtime.reference import tile
-from optgen.runtime.reference.run import EagerStep, Storage
+from optgen.runtime.reference.run import EagerStep, ValueConversion
 
 provider: Callable[[type, str], Pair] | None = None
 """(class, plan) -> pair, for plans that were not built ahead.  None: only plans that were built are known."""
@@ -150,9 +150,9 @@ def reference(pair: Pair, variant: Variant) -> EagerStep:
 
 
 @functools.lru_cache(maxsize=4096)
-def storage(pair: Pair, variant: Variant) -> Storage:
+def storage(pair: Pair, variant: Variant) -> ValueConversion:
     """Return the functions that encode and decode the values of a variant."""
-    return Storage(variant, tile.load(pair.eager[2]))
+    return ValueConversion(variant, tile.load(pair.eager[2]))
 
 
 def matrix_function(pair: Pair, name: str) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ShardedStates:
     """A DTensor parameter and its states, as parts and as they are kept.
 
     variant    the kernel, whose fields are the states
@@ -38,7 +38,7 @@ class Parts:
     gathered: bool
 
     @classmethod
-    def of(cls, p: Any, variant: Variant) -> Parts:
+    def of(cls, p: Any, variant: Variant) -> ShardedStates:
         """ValueError where the parts are none that kernels can update."""
         found = sharding.layout_of(p)
         return cls(variant, found, is_gathered(variant, found))
@@ -120,7 +120,7 @@ def decode(
     """layout.decode; of a DTensor: DTensors that lie as it does, or as the fields do that hold few values."""
     if not sharding.is_sharded(p):
         return layout.decode(plan, variant, p, entry, wanted)
-    parts = Parts.of(p, variant)
+    parts = ShardedStates.of(p, variant)
     coded, here = variant.eager.matrices, sharding.locals_of(entry)
     needed = {x for name in wanted if name in coded for x in variant.coded(name)}
     fields = [f for f in variant.fields if f.name in needed]
@@ -221,7 +221,7 @@ def _keeps_blocks(of: Layout, block: int, width: int) -> bool:
 
 
 @dataclass(slots=True)
-class Shard:
+class ShardedParameter:
     """A DTensor parameter in a bucket.
 
     layout    of the parameter over the ranks
@@ -236,7 +236,7 @@ class Shard:
     layout: Layout
     position: int
     owner: dict[str, Any]
-    parts: Parts
+    parts: ShardedStates
     whole: bool = False
     workers: tuple[int, ...] = ()
 
@@ -249,7 +249,7 @@ class Shard:
         """True if each of its matrices is worked on by one rank: of its parts, or of a matrix that all ranks have."""
         return bool(self.workers) and self.whole != bool(self.layout.dims())
 
-    def piece(self, shape: torch.Size, worker: int) -> Shard:
+    def piece(self, shape: torch.Size, worker: int) -> ShardedParameter:
         """Return that of one of its matrices, which all ranks have."""
         return replace(self, layout=self.layout.of_all(shape), workers=(worker,))
 

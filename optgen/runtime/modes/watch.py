@@ -130,7 +130,7 @@ class Sampled(NamedTuple):
     kept: Mapping[str, Any]
 
 
-class Table:
+class WatchTable:
     """The measurements of parameters that are stored alike, around one step.
 
     before, after  sampled elements (runs, RUN) of the weights ("p") and of each field, by name
@@ -228,7 +228,7 @@ class Pending(NamedTuple):
     """Sums on their way to the host.  events: one of each device that they come from."""
 
     step: int
-    tables: list[Table]
+    tables: list[WatchTable]
     sums: list[Tensor]
     events: list[Any]
 
@@ -253,10 +253,10 @@ class Watch(AbstractContextManager["Watch"]):
         self.turn, self.step = 0, -1
         self._owner = owner
         self._to: Callback = to if callable(to) else functools.partial(_write_scalars, to)
-        self._tables: list[Table] = []
+        self._tables: list[WatchTable] = []
         self._pending: list[Pending] = []
 
-    def begin(self, owner: Owner, only: Iterable[Entry] | None = None) -> list[Table]:
+    def begin(self, owner: Owner, only: Iterable[Entry] | None = None) -> list[WatchTable]:
         """Sample parameters before their step, if it is a watched one; `only`: of released gradients, these alone."""
         if self.step < 0:  # the host waits here, once
             begun = (state.of(owner.states, entry.p) for entry in entries.of(owner.groups))
@@ -275,9 +275,9 @@ class Watch(AbstractContextManager["Watch"]):
                     group = owner.groups[entry.number]
                     _, pair, v = checkpoint.select(owner.cls, group, entry.p, entry.name, one.kept)
                     alike.setdefault((pair.name, id(v), one.p.device, one.g.dtype), (pair, v, []))[2].append(one)
-            return [Table(*stored, self.sample, self.turn) for stored in alike.values()]
+            return [WatchTable(*stored, self.sample, self.turn) for stored in alike.values()]
 
-    def end(self, tables: list[Table]) -> None:
+    def end(self, tables: list[WatchTable]) -> None:
         """Sample parameters after their step."""
         with torch.no_grad():
             for table in tables:

@@ -80,7 +80,7 @@ def _equal(rows: Sequence[int]) -> str:
     return f"as heads these are {sum(rows) // size} of {size} rows; otherwise make them parameters of their own"
 
 
-class Rules(overrides.Rules):
+class BlockOverrides(overrides.Overrides):
     """All entries of `blocks`."""
 
     OPTION: ClassVar[str] = "blocks"
@@ -104,9 +104,9 @@ class Rules(overrides.Rules):
 
 
 def decided(
-    cls: Any, own: Rules, given: Any, tensors: Sequence[Tensor], labels: Sequence[plans.Label]
+    cls: Any, own: BlockOverrides, given: Any, tensors: Sequence[Tensor], labels: Sequence[plans.Label]
 ) -> dict[str, Recorded]:
-    """Return {"blocks": those of single parameters in a group that is to come}, or {}; arguments as in `Rules.asked`.
+    """Return {"blocks": those of single parameters in a new group}, or {}; arguments as in `Overrides.asked`.
 
     Raises ValueError for a parameter that cannot fall into so many blocks.
     """
@@ -147,7 +147,7 @@ def height(shape: torch.Size, count: Count, heads: bool) -> int:
 
 def of(cls: Any, group: Mapping[str, Any]) -> Mapping[plans.Label, Count]:
     """Return the numbers of blocks of single parameters of a group.  TypeError for what is no record."""
-    return keys.table(group.get("blocks") if cls.BLOCKS else None, functools.partial(Rules.recorded, cls))
+    return keys.table(group.get("blocks") if cls.BLOCKS else None, functools.partial(BlockOverrides.recorded, cls))
 
 
 def shape(cls: Any, p: Tensor, count: Count | None) -> tuple[int, ...]:

@@ -168,8 +168,10 @@ def _plan(cls: Any, option: object) -> plans.PlanOption:
 
 _READERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "seed": _seed, "workspace": _workspace, "stagger": _stagger, "backend": _backend, "plan": _plan,
-    "overrides": lambda cls, value: overrides.Rules.recorded(cls, value) if _is_given(value) else None,
-    "blocks": lambda cls, value: blocks.Rules.recorded(cls, value) if cls.BLOCKS and _is_given(value) else None,
+    "overrides": lambda cls, value: overrides.Overrides.recorded(cls, value) if _is_given(value) else None,
+    "blocks": lambda cls, value: (
+        blocks.BlockOverrides.recorded(cls, value) if cls.BLOCKS and _is_given(value) else None
+    ),
     "streams": lambda cls, value: keys.recorded(value, cls.__name__) if _is_given(value) else None,
 }  # fmt: skip
 """The checks of options that are neither numbers nor switches; None leaves an option out, but for `plan`."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from optgen.runtime.layout import plans
-from optgen.runtime.records import dtype_name, keys, marks
+from optgen.runtime.records import dtype_name, fp32_modules, keys
 from optgen.runtime.records.join import Pair
 
 FP32 = "fp32"
@@ -50,7 +50,7 @@ class Member:
     classes: frozenset[type]
 
 
-class Rule:
+class Override:
     """One entry of `overrides`, or of another option with such keys: it holds for a pattern of names, for a size, for a
     class of modules, or for the parameters of these ids."""
 
@@ -113,7 +113,7 @@ class Tables:
                 self.classes.setdefault(id(inside), set()).add(type(module))
 
 
-class Rules:
+class Overrides:
     """All entries of `overrides`, in order.
 
     tables  of the model, while an optimizer is made of its parameters
@@ -127,7 +127,7 @@ class Rules:
         self.where = f"{cls.__name__}: {self.OPTION}"
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"{self.where} must be a dict such as {self.EXAMPLE}, or None, got {given!r:.80}")
-        self.rules = [Rule(self.where, key, value, tables is not None) for key, value in (given or {}).items()]
+        self.rules = [Override(self.where, key, value, tables is not None) for key, value in (given or {}).items()]
         for rule in self.rules:
             rule.value = self.checked(cls, rule.value, f"{self.where}[{rule.shown}]")
         self.tables: Tables | None = tables
@@ -213,7 +213,7 @@ class Rules:
             names = [name for member in self.members(tensors, labels) for name in member.names]
             raise ValueError(f"{self.where}: {unused[0].shown} {self._why(unused[0], names)}")
 
-    def _why(self, rule: Rule, names: Sequence[str]) -> str:
+    def _why(self, rule: Override, names: Sequence[str]) -> str:
         """Return what an error says of a rule that holds for none of the parameters of these names."""
         if rule.pattern is not None and not names:
             return (
@@ -278,7 +278,7 @@ def _keeps_fp32(pair: Pair, dtype: torch.dtype) -> bool:
 
 def decided(
     cls: type,
-    own: Rules,
+    own: Overrides,
     given: Any,
     option: plans.PlanOption,
     tensors: Sequence[Tensor],
@@ -286,10 +286,10 @@ def decided(
 ) -> dict[str, plans.Recorded]:
     """Return {"overrides": the plans of single parameters in a group that is to come}, or {}.
 
-    own, given  rules of the optimizer, and of the group (`Rules.asked`); marks of modules follow
+    own, given  rules of the optimizer, and of the group (`Overrides.asked`); marks of modules follow
     option      the plan of the group
     """
-    marked = marks.parameters()
+    marked = fp32_modules.parameters()
     asked = own.asked(cls, given, tensors, labels)
     asked = [a or (FP32 if id(p) in marked else None) for a, p in zip(asked, tensors, strict=True)]
     found = tuple(

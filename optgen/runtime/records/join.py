@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from optgen.runtime.records import WIDE, Eager, Field, Matrix, Rule, Stage, Temp, Variant, Whole, keys
-from optgen.runtime.records.whole import divided
+from optgen.runtime.records.whole_states import divided
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -147,7 +147,7 @@ def _window_key(seed: int, window: int) -> int:
 
 
 def stream_of_steps(seed: int) -> int:
-    """Return the 64-bit signed word from which a device makes keys of steps (`gpu.controlled.step_key`)."""
+    """Return the 64-bit signed word from which a device makes keys of steps (`gpu.device_steps.step_key`)."""
     return (_mix((seed + _GOLDEN) % 2**64) + 2**63) % 2**64 - 2**63
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.records import COPY, EIGHT, Field, Rule, Stage, Temp, Variant, dtype_of, keys
-from optgen.runtime.records.whole import divided
+from optgen.runtime.records.whole_states import divided
 from optgen.runtime.reference import eager, tile
 from optgen.runtime.reference.eager import Blocks
 
@@ -70,7 +70,7 @@ class EagerStep:
         for stage, function in self.stages[begin:end]:
             given = [scalars[k] for k in stage.scalars]
             if stage.space == "elem":
-                Sweep(self, stage, x).run(function, given, step_key)
+                TileSweep(self, stage, x).run(function, given, step_key)
             else:
                 self._small(stage, function, x, given)
 
@@ -136,7 +136,7 @@ def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         to.copy_(y)
 
 
-class Sweep:
+class TileSweep:
     """A sweep over the elements of one parameter, in the storage blocks of what it touches."""
 
     def __init__(self, e: EagerStep, stage: Stage, x: Tensors) -> None:
@@ -270,7 +270,7 @@ def room(temps: Iterable[Temp], x: Tensors) -> dict[str, Tensor]:
     return {name: torch.empty(shape, dtype=torch.float32, device=x.p.device) for name, shape in shapes.items()}
 
 
-class Storage(EagerStep):
+class ValueConversion(EagerStep):
     """The conversion of a variant's element-wise values to fp32 and back, to nearest: two rules that compute nothing.
 
     `decode` reads each value to a temp, `encode` stores what temps hold.

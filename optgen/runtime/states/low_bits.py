@@ -140,7 +140,7 @@ def _carrier(params: list[Tensor], kept: list[dict[str, Any]], module: nn.Module
     return made
 
 
-class Kept:
+class CopiedLowBits:
     """The low bits of an optimizer's parameters, while it is copied."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from optgen.runtime.layout import layout, sharding
-from optgen.runtime.layout.sharded_states import Parts
+from optgen.runtime.layout.sharded_states import ShardedStates
 from optgen.runtime.records import Field, Variant, as_float, dtype_name, fed_name
 from optgen.runtime.records.arena import Arena, nbytes
 from optgen.runtime.records.join import Pair
@@ -171,7 +171,7 @@ def create(
     hypers: Mapping[str, Any] | None = None,
     rounded: list[tuple[Tensor, Tensor]] | None = None,
     step: Any = 0,
-    parts: Parts | None = None,
+    parts: ShardedStates | None = None,
 ) -> State:
     """Return a state before the first step; entries of `present` stay as they are.
 
@@ -210,7 +210,7 @@ def _is_encoded(variant: Variant, field: Field, values: Mapping[str, Tensor | fl
 
 def _start_matrices(
     variant: Variant, p: Tensor, missing: Sequence[Field], made: Mapping[str, Tensor],
-    values: Mapping[str, Tensor | float], parts: Parts | None,
+    values: Mapping[str, Tensor | float], parts: ShardedStates | None,
 ) -> None:  # fmt: skip
     """Write the first values of matrix states that are encoded, and the identity into those that are not."""
     coded, shape = variant.eager.matrices, p.shape if parts is None else parts.layout.shape
@@ -228,7 +228,7 @@ def _start_matrices(
             made[f.name].diagonal(here[-2][0] if here else 0, dim1=-2, dim2=-1).fill_(1)
 
 
-def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any], parts: Parts | None = None) -> list[int]:
+def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any], parts: ShardedStates | None = None) -> list[int]:
     """Return the bytes of each field that `create` will make, in its order; [] for fake tensors."""
     if is_fake(p):
         return []
@@ -236,7 +236,7 @@ def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any], parts: Parts 
     return [nbytes(shape(f, p, parts), f.torch_dtype) for f in fields]
 
 
-def shape(field: Field, p: Tensor, parts: Parts | None) -> tuple[int, ...]:
+def shape(field: Field, p: Tensor, parts: ShardedStates | None) -> tuple[int, ...]:
     """Return the shape of a field's tensor on this rank."""
     return layout.field_shape(field, p.shape) if parts is None else parts.shape(field, p)
 
@@ -255,7 +255,7 @@ def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict
     return values
 
 
-def zeros(field: Field, p: Tensor, arena: Arena | None = None, parts: Parts | None = None) -> Tensor:
+def zeros(field: Field, p: Tensor, arena: Arena | None = None, parts: ShardedStates | None = None) -> Tensor:
     """Return the field's tensor in which every entry decodes to 0."""
     size = shape(field, p, parts)
     if arena is not None and home(p).type == "cpu" and not is_fake(p):
@@ -274,7 +274,9 @@ def step_count(value: object) -> int | None:
     return int(number) if number is not None and 0 <= number < STEPS and number == int(number) else None
 
 
-def problems(variant: Variant, p: Tensor, state: Mapping[str, Any], parts: Parts | None = None) -> Iterator[str]:
+def problems(
+    variant: Variant, p: Tensor, state: Mapping[str, Any], parts: ShardedStates | None = None
+) -> Iterator[str]:
     """Yield the reasons why a state is not one of `variant` for p; nothing if it fits."""
     for f in variant.fields:
         want = describe(f.torch_dtype, shape(f, p, parts))
@@ -289,7 +291,9 @@ def problems(variant: Variant, p: Tensor, state: Mapping[str, Any], parts: Parts
             yield f"{f.name}: expected a contiguous tensor, got strides {value.stride()}"
 
 
-def check(variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int, parts: Parts | None = None) -> None:
+def check(
+    variant: Variant, p: Tensor, state: Mapping[str, Any], name: str | int, parts: ShardedStates | None = None
+) -> None:
     """Raise RuntimeError if the state does not fit the variant and p."""
     found = list(problems(variant, p, state, parts))
     if not found:

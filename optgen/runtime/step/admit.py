@@ -197,14 +197,16 @@ def warn_untrained(cls: Any, groups: Sequence[dict[str, Any]], steps: int) -> No
 # -- at a step ---------------------------------------------------------------------------------------------------------
 
 
-def shard(cls: Any, plan: Pair, variant: Variant, entry: Entry, kept: state.State | None) -> sharded_states.Shard:
+def shard(
+    cls: Any, plan: Pair, variant: Variant, entry: Entry, kept: state.State | None
+) -> sharded_states.ShardedParameter:
     """Return how a DTensor lies over the ranks; `kept`: its state.
 
     Raises ValueError, before its first step, if no kernel can update its parts at every step.
     """
     p: Any = entry.p
     try:
-        parts = sharded_states.Parts.of(p, variant)
+        parts = sharded_states.ShardedStates.of(p, variant)
         if not kept:
             for other in plans.at_steps(plan, variant, cls.FLAGS):
                 sharded_states.is_gathered(other, parts.layout)
@@ -212,7 +214,7 @@ def shard(cls: Any, plan: Pair, variant: Variant, entry: Entry, kept: state.Stat
         where = f"{tuple(p.placements)} over a mesh of {list(p.device_mesh.shape)}"
         raise ValueError(f"{cls.__name__}: {state.label(p, entry.name)}, {where}: {error}") from None
     owner = kept if kept is not None else {}
-    return sharded_states.Shard(p, parts.layout, entry.position, owner, parts, parts.gathered)
+    return sharded_states.ShardedParameter(p, parts.layout, entry.position, owner, parts, parts.gathered)
 
 
 def local_pair(cls: Any, p: Any, g: Tensor, name: Label) -> tuple[Tensor, Tensor]:

@@ -148,7 +148,7 @@ class Kernels(ABC):
         return
 
 
-class Eager(Kernels):
+class EagerKernels(Kernels):
     """The strict tiles, run as torch, always in parts; there is no table, and no plan is kept."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class Eager(Kernels):
         """Do nothing: the tiles read the gradients themselves."""
 
 
-class Native(Kernels):
+class CppKernels(Kernels):
     """One C++ function over one table."""
 
     ALIGNMENT = 1
@@ -193,7 +193,7 @@ class Native(Kernels):
         self.signature = self.signature.with_gradients(gradients)
 
 
-class Triton(Kernels):
+class TritonKernels(Kernels):
     """Triton kernels, and their table on the device.
 
     spare  pinned memory from which a CUDA graph may fill a table; made before there is a graph
@@ -208,7 +208,7 @@ class Triton(Kernels):
             _warn_fused(self.device)
         told = functools.partial(_limits, self.module, self.device)
         before, grad = old.launches if old else None, getattr(tl, dtype_name(bucket.grad_dtype))
-        self.launches: stages.Plan = stages.build(bucket, self.module, grad, now, before, tuning, told)
+        self.launches: stages.Launches = stages.build(bucket, self.module, grad, now, before, tuning, told)
         self.spare: Tensor | None = None
         self.own_memory |= bool(self.launches.kept)
 
@@ -254,7 +254,7 @@ class Triton(Kernels):
         made = self.launches
         return [made.room, *made.kept, *(x for call in made.calls for x in (call.table, call.work))]
 
-    def for_graph(self, bucket: Bucket, now: Signature) -> tuple[Triton, Tensor | None]:
+    def for_graph(self, bucket: Bucket, now: Signature) -> tuple[TritonKernels, Tensor | None]:
         """Return kernels for a CUDA graph: these where nothing has moved, else a copy for gradients that lie elsewhere,
         and the memory on the host from which the graph fills its table, at each run."""
         if now == self.signature:
@@ -314,7 +314,7 @@ class Launcher:
         """Return the bucket's kernels; checks the states whenever an address or size is new."""
         if bucket.backend == "reference":
             bucket.check()
-            return Eager()
+            return EagerKernels()
         try:
             now = Signature.of(bucket)
         except (KeyError, AttributeError):
@@ -336,10 +336,10 @@ class Launcher:
                 old = None
             if old is None or old.signature != now:
                 bucket.check()
-                kind: type[Kernels] = Native if bucket.backend == "cpp" else Triton
+                kind: type[Kernels] = CppKernels if bucket.backend == "cpp" else TritonKernels
                 old = kind(bucket, now, stream, old)
             if bucket.counted:
-                assert isinstance(old, Triton)
+                assert isinstance(old, TritonKernels)
                 if old.control is None:
                     old.control = counting.Control(bucket.variant.host[1], bucket.device)
                 old.stock()
@@ -354,7 +354,7 @@ class Launcher:
     def _for_graph(self, bucket: Bucket, now: Signature, last: Kernels | None) -> Kernels:
         """Return kernels for a graph, and keep them for as long as the optimizer is there."""
         bucket.check()
-        if not isinstance(last, Triton) or last.control is None:
+        if not isinstance(last, TritonKernels) or last.control is None:
             raise counting.not_ready(state.label(*bucket.first))
         made, room = last.for_graph(bucket, now)
         self._captured.append((made, made.tensors(), last.control.tensors(), room))

@@ -28,7 +28,7 @@ from optgen.runtime.step import launch
 from optgen.runtime.step.launch import Kernels, Tables
 from optgen.runtime.work import counting, staged
 from optgen.runtime.work.bucket import Bucket
-from optgen.runtime.work.counting import Control, Counted, Scaler
+from optgen.runtime.work.counting import Control, Scaler, StepScalars
 
 State = dict[str, Any]
 
@@ -74,7 +74,7 @@ class Options:
             self.read, self.plain = found, {*map(type, parts)} <= {float, int, bool, type(None)}
         return self.hypers
 
-    def count(self, bucket: Bucket, control: Control | None, scaler: Scaler | None) -> Counted:
+    def count(self, bucket: Bucket, control: Control | None, scaler: Scaler | None) -> StepScalars:
         """Compute the scalars of a bucket's step; control: where they are on the device, None for the host's.
 
         Raises ValueError if a hyper-parameter is out of its range.
@@ -87,12 +87,12 @@ class Options:
         return counting.on_device(bucket.variant, control, bucket.step, bucket.host, sign, hypers, seed, scaler)
 
 
-class Ready(NamedTuple):
+class PreparedBucket(NamedTuple):
     """A bucket before its step."""
 
     bucket: Bucket
     kernels: Kernels
-    counted: Counted
+    counted: StepScalars
 
     def run(self) -> None:
         """Make the step, and count it."""
@@ -109,7 +109,7 @@ class Ready(NamedTuple):
         return self.kernels.runner(self.bucket, self.counted.scalars, self.counted.key)
 
 
-class Part:
+class PlannedBucket:
     """A bucket of a plan, what its tensors were, and its kernels."""
 
     def __init__(self, bucket: Bucket, kernels: Kernels, states: Mapping[Any, State]) -> None:
@@ -206,10 +206,10 @@ class Part:
                 return False
         return True
 
-    def ready(self, group: Options, scaler: Scaler | None) -> Ready:
+    def ready(self, group: Options, scaler: Scaler | None) -> PreparedBucket:
         """Return the bucket with the scalars of its next step."""
         control = self.kernels.control if self.bucket.counted else None
-        return Ready(self.bucket, self.kernels, group.count(self.bucket, control, scaler))
+        return PreparedBucket(self.bucket, self.kernels, group.count(self.bucket, control, scaler))
 
     def follow(self) -> None:
         """Write the addresses of gradients into the tables, where they have changed."""
@@ -239,7 +239,7 @@ def _placed(g: Any, spec: Any) -> bool:
     return own is spec or (own.mesh == spec.mesh and own.placements == spec.placements)
 
 
-class Plan:
+class StepPlan:
     """A step that further ones may repeat.
 
     idle    of each parameter of the optimizer, whether it has no gradient
@@ -247,9 +247,9 @@ class Plan:
     used    its kernels, as the launcher knows them
     """
 
-    def __init__(self, owner: Owner, params: Sequence[Any], ready: Iterable[Ready], used: Tables) -> None:
+    def __init__(self, owner: Owner, params: Sequence[Any], ready: Iterable[PreparedBucket], used: Tables) -> None:
         self.used = used
-        self.parts = [Part(one.bucket, one.kernels, owner.states) for one in ready]
+        self.parts = [PlannedBucket(one.bucket, one.kernels, owner.states) for one in ready]
         self.clocked = any(flag.clock is not None for flag in owner.cls.FLAGS)
         self.kinds = len({part.bucket.kind for part in self.parts})
         self.idle = [p.grad is None for p in params]
@@ -297,10 +297,10 @@ class Plans:
 
     def forget(self) -> None:
         """Plan the next step anew."""
-        self.kept: list[Plan] = []
+        self.kept: list[StepPlan] = []
         self.groups: list[Options] = []
 
-    def find(self, owner: Owner, scaled: bool) -> Plan | None:
+    def find(self, owner: Owner, scaled: bool) -> StepPlan | None:
         """Return the plan that makes the next step, too, whose tensors its buckets take; forget all if one does not
         hold any more."""
         if not self.kept:
@@ -332,7 +332,9 @@ class Plans:
         """Return the tuning and the streams of launches."""
         return [launch.tuning, *(torch.cuda.current_stream(device).cuda_stream for device in self.devices)]
 
-    def keep(self, owner: Owner, groups: list[Options], ready: Sequence[Ready], used: Tables, scaled: bool) -> None:
+    def keep(
+        self, owner: Owner, groups: list[Options], ready: Sequence[PreparedBucket], used: Tables, scaled: bool
+    ) -> None:
         """Keep the plan of a step; scaled: there was a GradScaler."""
         if not self.kept:
             self.groups, self.scaled = groups, scaled
@@ -345,4 +347,4 @@ class Plans:
             self.plain_reads: Callable[[], AbstractContextManager[Any]] = (
                 torch._C.DisableTorchFunctionSubclass if sharded else nullcontext
             )
-        self.kept = [Plan(owner, self.params, ready, used), *self.kept][:KEPT]
+        self.kept = [StepPlan(owner, self.params, ready, used), *self.kept][:KEPT]

@@ -16,9 +16,9 @@ from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.states import state
-from optgen.runtime.step import admit, backends, shared
+from optgen.runtime.step import admit, backends, model_sums
 from optgen.runtime.step.admit import Dtypes
-from optgen.runtime.work import counting, whole
+from optgen.runtime.work import counting, gathered
 from optgen.runtime.work.bucket import Bucket
 
 _UNCUT: frozenset[str] = frozenset()
@@ -160,7 +160,7 @@ class _Sorter:
 
     def _shard(
         self, entry: Entry, choice: Choice, variant: Variant, kept: state.State | None
-    ) -> tuple[sharded_states.Shard | None, frozenset[str], int]:
+    ) -> tuple[sharded_states.ShardedParameter | None, frozenset[str], int]:
         """Return how a parameter lies over ranks, if it does, what of its matrices is cut, and the elements of the
         largest part."""
         if self.sharded is None or not isinstance(entry.p, self.sharded):
@@ -320,7 +320,7 @@ def buckets(
         return [], []
     _compile(owner, found)
     _refuse_thawed(owner.cls, fresh)
-    shared.check(found)
+    model_sums.check(found)
     return found, fresh
 
 
@@ -348,7 +348,7 @@ def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh, arena: Arena |
 
     arena   the buffer for new states on the CPU; None: one for each group
     """
-    whole.collect(found)
+    gathered.collect(found)
     arenas = _arenas(fresh) if arena is None else {b.group: arena for b, _ in fresh}
     rounded: list[tuple[Tensor, Tensor]] = []
     new = [
@@ -365,7 +365,7 @@ def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh, arena: Arena |
         )
         for b, i in fresh
     ]
-    shared.begin(owner.states, new, fresh, owner.groups)
+    model_sums.begin(owner.states, new, fresh, owner.groups)
     for (b, i), made in zip(fresh, new, strict=True):
         b.states[i] = made
         shard = b.shards[i]
@@ -376,7 +376,7 @@ def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh, arena: Arena |
             shard.owner.update(shard.parts.wrapped(added))
             owner.states[shard.p] = shard.owner
     weights.settle(rounded, [b.kept(i) for b, i in fresh])
-    whole.collect_states(found)
+    gathered.collect_states(found)
     for bucket in found:
         bucket.divide()
 

@@ -15,9 +15,9 @@ from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import keys
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.states import state
-from optgen.runtime.step import agreement, launch, shared, sort
+from optgen.runtime.step import agreement, launch, model_sums, sort
 from optgen.runtime.step.admit import Dtypes
-from optgen.runtime.step.plan import Options, Plan, Plans, Ready
+from optgen.runtime.step.plan import Options, Plans, PreparedBucket, StepPlan
 from optgen.runtime.work import counting, workers
 from optgen.runtime.work.bucket import Bucket
 
@@ -62,7 +62,7 @@ class Stepper:
                 self._refuse_numbers(owner)
             raise
 
-    def _repeat(self, plan: Plan, owner: Owner, scaler: counting.Scaler | None) -> None:
+    def _repeat(self, plan: StepPlan, owner: Owner, scaler: counting.Scaler | None) -> None:
         """Make a step by a plan that was kept."""
         try:
             if plan.skips(scaler):
@@ -116,7 +116,7 @@ class Stepper:
             elif not sending:  # else other ranks may wait for this one at any step
                 self._keep(owner, groups, ready, scaler is not None)
 
-    def _keep(self, owner: Owner, groups: list[Options], ready: Sequence[Ready], scaled: bool) -> None:
+    def _keep(self, owner: Owner, groups: list[Options], ready: Sequence[PreparedBucket], scaled: bool) -> None:
         """Keep the plan of a step, if it can make further ones."""
         if counting.capturing() or not all(one.bucket.lasts for one in ready):
             return
@@ -144,21 +144,21 @@ class Stepper:
 
     def _prepare(
         self, owner: Owner, bucket: Bucket, group: Options, scaler: counting.Scaler | None,
-        counted: counting.Counted | None,
-    ) -> Ready:  # fmt: skip
+        counted: counting.StepScalars | None,
+    ) -> PreparedBucket:  # fmt: skip
         """Do all that can fail, before anything changes; `counted`: None for a step that is counted on the device."""
         bucket.localize()
         kernels = self.launcher.prepare(bucket)
         if counted is not None:
-            return Ready(bucket, kernels, counted)
+            return PreparedBucket(bucket, kernels, counted)
         alone = counting.sharing(owner.states, bucket.step) == len({id(s) for s in bucket.owned})
         if not alone and counting.capturing():
             raise counting.not_ready(f"not every parameter that steps with {state.label(*bucket.first)}")
         bucket.move_count(alone)
-        return Ready(bucket, kernels, group.count(bucket, kernels.control, scaler))
+        return PreparedBucket(bucket, kernels, group.count(bucket, kernels.control, scaler))
 
 
-def _run(owner: Owner, ready: Sequence[Ready], begun: list[Label]) -> None:
+def _run(owner: Owner, ready: Sequence[PreparedBucket], begun: list[Label]) -> None:
     """Run the kernels of a step, and spread what the whole model has one value of."""
     waiting = []
     for one in ready:
@@ -169,6 +169,6 @@ def _run(owner: Owner, ready: Sequence[Ready], begun: list[Label]) -> None:
             one.run()
     if waiting:
         begun += [name for one in waiting for name in one.bucket.names]
-        shared.run(waiting)
+        model_sums.run(waiting)
     if any(one.bucket.variant.of_model for one in ready):
-        shared.spread(owner.states, [one.bucket for one in ready])
+        model_sums.spread(owner.states, [one.bucket for one in ready])

@@ -14,7 +14,7 @@ from optgen.runtime.layout import layout, sharded_states, sharding, workspace
 from optgen.runtime.records import Variant, keys
 from optgen.runtime.records.join import Pair
 from optgen.runtime.states import state
-from optgen.runtime.work.counting import Step
+from optgen.runtime.work.counting import DeviceStep
 
 Backend = Literal["reference", "triton", "cpp"]
 """The maker of a step: eager torch, Triton kernels or C++ kernels."""
@@ -70,7 +70,7 @@ class Bucket:
     written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     kernel: Callable[..., int] | None = None
     cut: frozenset[str] = frozenset()
-    shards: list[sharded_states.Shard | None] = field(default_factory=list)
+    shards: list[sharded_states.ShardedParameter | None] = field(default_factory=list)
     places: list[layout.Place] | None = None
     pool: workspace.Pool | None = None
     at_step: tuple[tuple[str, bool], ...] = ()
@@ -177,11 +177,11 @@ class Bucket:
             self.step = torch.full((), self.step, dtype=torch.int64, device=self.device)
             self.host = tuple(torch.full((), float(x), dtype=torch.float64, device=self.device) for x in self.host)
 
-    def finish(self, after: Sequence[Any] | Step) -> None:
-        """Copy back what was copied, count the step, and keep the host states: `Counted.after`."""
+    def finish(self, after: Sequence[Any] | DeviceStep) -> None:
+        """Copy back what was copied, count the step, and keep the host states: `StepScalars.after`."""
         for user, copy in self.written:
             user.copy_(copy)
-        kept = (self.step, *self.host) if isinstance(after, Step) else after
+        kept = (self.step, *self.host) if isinstance(after, DeviceStep) else after
         states = [*self.states, *self.wholes.values(), *(shard.owner for shard in self.shards if shard is not None)]
         for name, value in zip(("step", *self.variant.host_names), kept, strict=True):
             for s in states:
@@ -189,7 +189,7 @@ class Bucket:
         sharded = [shard.p for shard in self.shards if shard is not None]
         if sharded:
             torch.autograd.graph.increment_version(sharded)
-        if isinstance(after, Step):
+        if isinstance(after, DeviceStep):
             after.finish()
 
     def kept(self, i: int) -> Tensor:
@@ -197,7 +197,7 @@ class Bucket:
         shard = self.shards[i]
         return self.params[i] if shard is None or shard.gathered or not shard.whole else sharding.local(shard.p)
 
-    def parts(self, i: int) -> sharded_states.Parts | None:
+    def parts(self, i: int) -> sharded_states.ShardedStates | None:
         """Return the layout of a parameter and its states, if it is a DTensor."""
         shard = self.shards[i]
         return None if shard is None else shard.parts

@@ -2,7 +2,7 @@
 
 The number of the step, the host states and the hyper-parameters given as tensors are 0-dim tensors there.  The
 generated host functions make 0-dim tensors of them, `Control` lays those out in memory, and a kernel around each kernel
-(gpu/controlled.py) hands them on.  It also leaves everything as it is where a GradScaler has found an infinity.
+(gpu/device_steps.py) hands them on.  It also leaves everything as it is where a GradScaler has found an infinity.
 
 One tensor counts the steps of all parameters that step together: their states hold the same object.
 """
@@ -59,7 +59,7 @@ Scalars = Any
 """The scalars of a bucket's step: a row of fp32 numbers (`table`), or the Control in which they are on the device."""
 
 
-class Counted(NamedTuple):
+class StepScalars(NamedTuple):
     """A bucket's step, its scalars computed.
 
     scalars  the numbers that kernels take
@@ -69,7 +69,7 @@ class Counted(NamedTuple):
 
     scalars: Scalars
     key: int
-    after: list[Any] | Step
+    after: list[Any] | DeviceStep
 
 
 def is_there(x: object, dtype: torch.dtype, device: torch.device) -> bool:
@@ -152,7 +152,7 @@ class Control:
         return ctypes.c_float(value).value
 
 
-class Step:
+class DeviceStep:
     """One step of a bucket, counted on the device.
 
     count  int64: steps done, before it
@@ -183,7 +183,7 @@ def table(widths: Sequence[int]) -> list[Row]:
 
 def on_host(
     variant: Variant, row: Row, done: Any, host: Sequence[Any], factor: float, hypers: Mapping[str, Any], seed: int
-) -> Counted:  # fmt: skip
+) -> StepScalars:  # fmt: skip
     """Compute the scalars of the step after `done` steps, in fp64, into a row of a table.
 
     host    the host states before the step
@@ -192,13 +192,13 @@ def on_host(
     (function, width), number = variant.host, done + 1
     values = function(number, factor, **hypers, **dict(zip(variant.host_names, host, strict=True)))
     row[:width] = list(values[:width])
-    return Counted(row, keys.step_key(seed, number), [number, *values[width:]])
+    return StepScalars(row, keys.step_key(seed, number), [number, *values[width:]])
 
 
 def on_device(
     variant: Variant, control: Control, done: Any, host: Sequence[Any], sign: float, hypers: Mapping[str, Any],
     seed: int, scaler: Scaler | None,
-) -> Counted:  # fmt: skip
+) -> StepScalars:  # fmt: skip
     """Compute the scalars of the step after `done` steps into `control`.
 
     sign  what gradients are multiplied with, before the scaler
@@ -221,4 +221,4 @@ def on_device(
         )
     for k in (k for stage in variant.stages if stage.space == "call" for k in stage.scalars):
         control.rounded(k)  # raises where a function of matrices needs what only the device knows
-    return Counted(control, 0, Step(done, host, values[width:], skip))
+    return StepScalars(control, 0, DeviceStep(done, host, values[width:], skip))

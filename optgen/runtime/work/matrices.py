@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from optgen.runtime.layout import layout, plans
 from optgen.runtime.layout.messages import Exchange
-from optgen.runtime.layout.sharded_states import Shard
+from optgen.runtime.layout.sharded_states import ShardedParameter
 from optgen.runtime.layout.sharding import Layout, field_layout
 from optgen.runtime.layout.workspace import Workspace, entries
 from optgen.runtime.records import Field, Stage, Variant
@@ -291,7 +291,7 @@ def _column(
     return found
 
 
-def _layout(bucket: Bucket, shard: Shard, name: str) -> Layout:
+def _layout(bucket: Bucket, shard: ShardedParameter, name: str) -> Layout:
     """Return how a state or a temp of a parameter lies over the ranks."""
     variant = bucket.variant
     found = next((f for f in variant.fields if f.name == name), None)

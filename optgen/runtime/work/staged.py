@@ -24,7 +24,7 @@ Runner = Generator[list[Tensor] | messages.Exchange, Tensor | None, None]
 
 
 @dataclass(frozen=True)
-class Part:
+class Stretch:
     """A part of a step: kernels, or what the host does between them.
 
     kind         "kernels"; "call" of a function of matrices; "sum" over the model; "ranks": sums over ranks
@@ -52,33 +52,33 @@ _SEEN = {
 
 
 @functools.lru_cache(maxsize=4096)
-def parts(variant: Variant, cut: frozenset[str] = frozenset()) -> tuple[Part, ...]:
+def parts(variant: Variant, cut: frozenset[str] = frozenset()) -> tuple[Stretch, ...]:
     """The parts of a step, in order.
 
     cut   what of the tensors lies over several ranks: what is summed over that is summed over ranks as late as can be,
           together with what else then waits
     """
     temps = {t.name: t for t in variant.temps}
-    out: list[Part] = []
+    out: list[Stretch] = []
     waiting: list[str] = []
     begin = end = 0
     for k, stage in enumerate(variant.stages):
         seen = _SEEN.get(stage.space)
-        between: list[Part] = []
+        between: list[Stretch] = []
         if waiting and (seen is None or any(temps[name].space in seen for name in waiting)):
-            between, waiting = [Part("ranks", temps=tuple(waiting))], []
+            between, waiting = [Stretch("ranks", temps=tuple(waiting))], []
         if stage.on_host:
-            between.append(Part("call", stage=stage))
+            between.append(Stretch("call", stage=stage))
         if between:
-            out += [Part("kernels", begin, end)] * (end > begin) + between
+            out += [Stretch("kernels", begin, end)] * (end > begin) + between
             begin = end
         if not stage.on_host:
             end += 1
             waiting += [name for name in stage.temps if _is_over_ranks(temps[name], cut)]
         if wanted := _summed_after(variant, k):
-            out += [Part("kernels", begin, end)] * (end > begin) + [Part("sum", temps=wanted)]
+            out += [Stretch("kernels", begin, end)] * (end > begin) + [Stretch("sum", temps=wanted)]
             begin = end
-    return (*out, Part("kernels", begin, end)) if end > begin else tuple(out)
+    return (*out, Stretch("kernels", begin, end)) if end > begin else tuple(out)
 
 
 def _is_over_ranks(temp: Temp, cut: frozenset[str]) -> bool:

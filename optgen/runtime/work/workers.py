@@ -18,7 +18,7 @@ from torch import Tensor
 
 from optgen.runtime.layout import layout
 from optgen.runtime.layout.messages import Exchange, Move
-from optgen.runtime.layout.sharded_states import Shard
+from optgen.runtime.layout.sharded_states import ShardedParameter
 from optgen.runtime.layout.sharding import Cuts, Layout, Span, region
 from optgen.runtime.records import Heads, Matrix, Variant
 from optgen.runtime.reference.matrices import FLOPS, products
@@ -37,7 +37,7 @@ Work = Callable[[Sequence[Key], Sequence[list[Tensor]], Sequence[Shapes]], Seque
 """A function of whole matrices: of the operands of each, and the shapes of its results, it makes the results."""
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """The part of a value of a matrix that a rank has.
 
     rank    the rank that holds it, or its worker
@@ -135,7 +135,7 @@ def share(buckets: Sequence[Bucket], trained: Mapping[Any, Sequence[Stack]], sta
                 shard.workers = workers[shard.p]
 
 
-def _calling(buckets: Iterable[Bucket]) -> list[tuple[Bucket, int, Shard]]:
+def _calling(buckets: Iterable[Bucket]) -> list[tuple[Bucket, int, ShardedParameter]]:
     """Return the parameters that are cut and whose step calls a function of whole matrices."""
     calling = [b for b in buckets if any(stage.on_host for stage in b.variant.stages)]
     return [(b, i, x) for b in calling for i, x in enumerate(b.shards) if x is not None and x.layout.dims()]
@@ -225,10 +225,10 @@ class _Work:
         sends = [(y.rank, self._part(y)) for y in held if self._is_sent(y)]
         return operands, [Move(self.mesh, sends, [(y.rank, xs[y.value][y.at]) for y, xs in pieces])]
 
-    def _part(self, piece: Piece) -> Tensor:
+    def _part(self, piece: MatrixPiece) -> Tensor:
         return self.parted[piece.tensor].values[piece.value][piece.at]
 
-    def _is_sent(self, piece: Piece) -> bool:
+    def _is_sent(self, piece: MatrixPiece) -> bool:
         """Return True for a piece of an operand that workers get."""
         x = self.parted[piece.tensor]
         return piece.near and piece.value < x.reads and piece.value not in x.cached
@@ -272,10 +272,10 @@ class _Task(NamedTuple):
     tensor: int
     matrix: int
     shapes: list[tuple[int, ...]]
-    pieces: list[Piece]
+    pieces: list[MatrixPiece]
 
 
-_Round = tuple[list[Piece], list[_Task]]
+_Round = tuple[list[MatrixPiece], list[_Task]]
 """A part that is worked on at one time: (this rank's pieces, its matrices)."""
 
 
@@ -319,17 +319,17 @@ class _View(NamedTuple):
         rank = next(r for r, (coordinate, _) in enumerate(found) if coordinate == of.coordinate)
         return cls(rank, [part for _, part in found], [[c[m] for m in uncut] for c, _ in found])
 
-    def held(self, tensor: int, value: int, box: Sequence[Span], worker: int) -> list[Piece]:
+    def held(self, tensor: int, value: int, box: Sequence[Span], worker: int) -> list[MatrixPiece]:
         """Return the piece of a worker's matrix that this rank holds, if any; `box`: the matrix's index ranges."""
         here = self.parts[self.rank]
         at = _common(here, box, here)
-        return [Piece(worker, tensor, value, at, self.replicas[self.rank] == self.replicas[worker])] if at else []
+        return [MatrixPiece(worker, tensor, value, at, self.replicas[self.rank] == self.replicas[worker])] if at else []
 
-    def pieces(self, tensor: int, value: int, box: Sequence[Span]) -> list[Piece]:
+    def pieces(self, tensor: int, value: int, box: Sequence[Span]) -> list[MatrixPiece]:
         """Return the pieces of a matrix that this rank works on."""
         found = [(rank, _common(part, box, box)) for rank, part in enumerate(self.parts)]
         own = self.replicas[self.rank]
-        return [Piece(rank, tensor, value, at, self.replicas[rank] == own) for rank, at in found if at]
+        return [MatrixPiece(rank, tensor, value, at, self.replicas[rank] == own) for rank, at in found if at]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -57,7 +57,7 @@ class Round:
 class Level:
     """The rounds of a kernel between sweeps, and how it is launched.
 
-    width  entries of a row of the table; see `walk.Sweep`
+    width  entries of a row of the table; see `walk.KernelSweep`
     lanes  lanes for each matrix that a round reduces
     only   the one round that is done, -1: all are
     """

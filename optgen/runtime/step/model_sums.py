@@ -17,7 +17,7 @@ from torch import Tensor
 from optgen.runtime.layout import messages, sharding
 from optgen.runtime.records import sums
 from optgen.runtime.states import state
-from optgen.runtime.step.plan import Ready
+from optgen.runtime.step.plan import PreparedBucket
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.staged import Runner
 
@@ -36,7 +36,7 @@ def check(buckets: Iterable[Bucket]) -> None:
         )
 
 
-def run(waiting: Sequence[Ready]) -> None:
+def run(waiting: Sequence[PreparedBucket]) -> None:
     """Make the steps of buckets that wait for one another, those of one turn after the other.
 
     After an error the other runners go on, for which other ranks wait; the first error is raised at the end.

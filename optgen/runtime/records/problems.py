@@ -6,7 +6,7 @@ SHOWN = 8
 """The number of problems that an error lists; it counts the rest."""
 
 
-class Misfits:
+class Problems:
     """Lines under a heading."""
 
     def __init__(self, heading: str) -> None:

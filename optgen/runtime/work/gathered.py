@@ -12,7 +12,7 @@ from optgen.runtime.layout import messages, sharded_states, sharding
 from optgen.runtime.work.bucket import Bucket
 
 
-def _shards(buckets: Iterable[Bucket]) -> list[tuple[Bucket, int, sharded_states.Shard]]:
+def _shards(buckets: Iterable[Bucket]) -> list[tuple[Bucket, int, sharded_states.ShardedParameter]]:
     """Return the buckets' parameters of several ranks, in the order in which ranks send."""
     found = [(b, i, shard) for b in buckets for i, shard in enumerate(b.shards) if shard is not None]
     return sorted(found, key=lambda x: x[2].position)
