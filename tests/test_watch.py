@@ -10,6 +10,7 @@ from torch import nn
 
 import optgen
 from optgen.optim import AdamW, Lion
+from optgen.runtime.layout import plans
 from optgen.runtime.modes import offload, watch
 from optgen.runtime.work import counting
 
@@ -62,6 +63,20 @@ def test_numbers_are_those_of_whole_tensors(plan: str) -> None:
         for state, codes in codes_of(opt.state[p]).items() if plan in ("int8_split24", "lpmm4") else ():
             still = float((codes == old[name][state]).double().mean())
             assert row[f"{state}_still"] == pytest.approx(still, abs=1e-6), state
+            if plan == "int8_split24" and state == "exp_avg":
+                at_end = ((codes == 1) | (codes == 255)).double().mean()
+                assert row["exp_avg_at_end"] == pytest.approx(float(at_end), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("plan", "state", "codes"),
+    [("int8_split24", "exp_avg", (1, 255)), ("int6_split24", "exp_avg", (1, 63)), ("int5_split24", "exp_avg", (1, 31)),
+     ("int8_split24", "exp_avg_sq", (0, 0)), ("torchao_fp8", "exp_avg", (0xFE, 0x7E)), ("bf16", "exp_avg", None)],
+)  # fmt: skip
+def test_ends_are_those_of_the_format(plan: str, state: str, codes: tuple[int, int] | None) -> None:
+    pair = plans.load(AdamW, plan)
+    variant = next(v for v in pair.variants if v.param == "bfloat16" and not v.small and not v.vector)
+    assert watch.ends(pair, variant, state) == codes
 
 
 def test_sample_moves_on_and_is_scaled() -> None:
@@ -83,19 +98,30 @@ def test_sample_moves_on_and_is_scaled() -> None:
     assert first["gradient_norm"] == pytest.approx(math.sqrt(8192)) or math.isnan(first["gradient_norm"])
 
 
-@pytest.mark.parametrize("released", [False, True])
-def test_every_second_step_hands_over_all_tensors(released: bool) -> None:
-    """The bits of steps are those of tests/test_modes.py; the state dict has nothing of it."""
-    got: list[tuple[int, str]] = []
-    opt, params = made("int8_split24")
-    if released:
-        opt.release_gradients()
-    opt.watch(2, to=lambda step, rows: got.extend((step, name) for name in rows))
-    for _ in range(4):
-        sum((p * torch.randn_like(p)).sum() for p in params.values()).backward()
-        opt.step()
-        opt.zero_grad()
-    assert sorted(got) == [(s, n) for s in (2, 4) for n in sorted(SHAPES)]  # backward has its own order
+def test_bits_are_those_of_an_unwatched_run() -> None:
+    """Also with released gradients; the state dict has nothing of it."""
+    results = []
+    for mode in ("plain", "watched", "released"):
+        got: list[tuple[int, str]] = []
+        opt, params = made("int8_split24")
+        if mode == "released":
+            opt.release_gradients()
+        if mode != "plain":
+            opt.watch(2, to=lambda step, rows, got=got: got.extend((step, name) for name in rows))
+        torch.manual_seed(2)
+        for _ in range(4):
+            grads = [torch.randn_like(p) for p in params.values()]
+            sum((p * g).sum() for p, g in zip(params.values(), grads, strict=True)).backward()
+            opt.step()
+            opt.zero_grad()
+        results.append(opt.state_dict()["state"])
+        if mode != "plain":
+            assert sorted(got) == [(s, n) for s in (2, 4) for n in sorted(SHAPES)], mode  # backward has its own order
+    for other in results[1:]:
+        for k, a in results[0].items():
+            b = other[k]
+            assert a.keys() == b.keys()
+            assert all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a)
 
 
 def test_refusals_and_several() -> None:
