@@ -185,6 +185,35 @@ def test_parameters_that_are_replaced_in_their_group() -> None:
     assert opt.state[fresh]["step"] == 2
 
 
+@pytest.mark.parametrize("kept", [None, "fp32"])
+@pytest.mark.parametrize("change", ["freeze", "thaw", "rename", "group", "load"])
+def test_windows_of_micro_batches_go_on_while_places_change(change: str, kept: str | None) -> None:
+    """The first parameter leaves or comes in the middle of a window, or all have other names or states."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    first, last = model[0].weight, model[2].weight
+    opt = optim.AdamW(model[change == "thaw" :].named_parameters(), lr=0.1, plan="fp32", backend="reference")
+    make = None if kept is None else accumulator(kept)
+    opt.release_gradients(accumulate=4, accumulator=make)
+    updates, before = [], last.detach().clone()
+    for k in range(1, 9):
+        group = opt.param_groups[0]
+        if k == 3 and change == "freeze":
+            group["params"].pop(0), group["param_names"].pop(0)
+        elif k == 3 and change == "thaw":
+            group["params"].insert(0, first), group["param_names"].insert(0, "first")
+        elif k == 3 and change == "rename":
+            group["param_names"][:] = [f"module.{name}" for name in group["param_names"]]
+        elif k == 3 and change == "group":
+            opt.add_param_group({"params": [("new", nn.Parameter(torch.zeros(3)))]})
+        elif k == 3:
+            opt.load_state_dict(opt.state_dict())
+        model(torch.ones(2, 4)).square().mean().backward()
+        if not torch.equal(before, last):
+            updates.append(k)
+            before = last.detach().clone()
+    assert updates == [4, 8]
+
+
 def test_parameters_whose_content_was_swapped_are_released_from_the_next_step_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -48,32 +48,27 @@ class ReleasedParameter:
     roomy    True if a step, this or another one, needs a buffer as large as the parameter
     """
 
-    entry: Entry
-    stepper: Stepper
-    offload: Any
-    options: object
     roomy: bool
-    hook: Any
 
-    def __init__(self, release: Release, owner: Owner, entry: Entry) -> None:
-        self.p, self.summed, self.updates = entry.p, 0, 0
-        self.sums: GradientAccumulator | None = None
-        self.place(release, owner, entry)
-
-    def place(self, release: Release, owner: Owner, entry: Entry) -> None:
-        """Go on in a place of the optimizer, and under its name there; a sum of micro-batches goes to p.grad."""
-        self.gather()
-        p, name = entry.p, entry.name
+    def __init__(self, release: Release, owner: Owner, entry: Entry, old: ReleasedParameter | None) -> None:
+        """Take a parameter's place in the optimizer; old: the one of its place before, which counts on."""
+        p, name, make = entry.p, entry.name, release.accumulator
+        self.p = p
         self.entry = entry._replace(group={"params": [p], "param_names": [name], "positions": [entry.position]})
         self.stepper, self.offload = Stepper(entry.number), release.optimizer._offload.part(entry)
         self.stepper.arena = Arena(())  # huge pages of many small states would go to waste
         if (dtype := release.optimizer._stepper.dtypes.get(id(p))) is not None:
             self.stepper.dtypes[id(p)] = dtype
-        self.options = None
+        self.options: object = None
         self.refresh(owner)
-        if release.accumulator is not None:
-            count = self.sums.count if self.sums is not None and self.sums.name == name else release.counts.get(name, 0)
-            self.sums = GradientAccumulator(release.accumulator, p, name, count)
+        self.summed: int = 0 if old is None else old.summed
+        self.updates: int = 0 if old is None else old.updates
+        self.hook: Any = None if old is None else old.hook
+        before = old.sums if old is not None and old.entry.name == name else None
+        count = release.counts.get(name, 0) if before is None else before.count
+        self.sums: GradientAccumulator | None = (
+            None if make is None else GradientAccumulator(make, p, name, count)
+        )
 
     def is_at(self, owner: Owner) -> bool:
         """Return True if the parameter has its place and name still."""
@@ -260,14 +255,16 @@ class Release:
         """Place hooks on parameters that came, were made trainable or replaced; those that left lose theirs."""
         wanted = {id(e.p): e for e in self._wanted(owner)}
         self.refuse_released(e.p for key, e in wanted.items() if key not in self._released)
-        new = [ReleasedParameter(self, owner, e) for key, e in wanted.items() if key not in self._released]
+        places = [(e, self._released.get(key)) for key, e in wanted.items()]
+        moved = [(e, old) for e, old in places if old is None or old.entry[2:] != e[2:]]
+        made = [(ReleasedParameter(self, owner, e, old), old) for e, old in moved]  # an error leaves all as it was
         for key in self._released.keys() - wanted.keys():
             self._detach(key)
-        for one in self._released.values():
-            if one.entry[2:] != wanted[id(one.p)][2:]:
-                one.place(self, owner, wanted[id(one.p)])
-        for one in new:
-            one.hook = cast(Any, one.p).register_post_accumulate_grad_hook(Hook(self))
+        for one, old in made:
+            if old is None:
+                one.hook = cast(Any, one.p).register_post_accumulate_grad_hook(Hook(self))
+            else:
+                old.gather()
             self._released[id(one.p)] = one
 
     def _detach(self, key: int) -> None:
@@ -302,7 +299,8 @@ class Release:
                 self._looked = True
             if not one.is_at(owner):  # a checkpoint has other names, for instance
                 self._attach(owner)
-                if id(p) not in self._released:
+                one = self._released.get(id(p))
+                if one is None:
                     return
             p.grad = state.materialized(p.grad)  # sums and clipping write it
             if one.summed + 1 < self.accumulate:
