@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.checkpoint.atomic import instead_of
 from optgen.runtime.records import dtype_name, dtype_of
+from optgen.runtime.records.problems import Problems
 
 VERSION = 1
 """The version of the content's structure; the optimizer's part has a version of its own (checkpoint.py)."""
@@ -51,11 +52,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 DICTS: Mapping[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 """The mappings that come back as what they were."""
-
-KINDS: Mapping[str, Any] = {
-    "about": dict, "optimizer": dict, "waiting": list, "model": (dict, type(None)), "extra": object,
-}  # fmt: skip
-"""The parts of a checkpoint's content."""
 
 UNREADABLE = (
     UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
@@ -206,10 +202,8 @@ def read(path: Path_) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no optgen checkpoint")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(f"{path}: expected a file of version {VERSION}, got {version}: made by a newer optgen?")
-    if lacking := [key for key, kinds in KINDS.items() if key not in content or not isinstance(content[key], kinds)]:
-        raise CheckpointError(
-            f"{path} is no whole checkpoint: expected {', '.join(lacking)} as save_checkpoint writes it"
-        )
+    if lacks := problem(content):
+        raise CheckpointError(f"{path} is no whole checkpoint: {lacks}")
     return content
 
 
@@ -300,3 +294,63 @@ def load_torch(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict")
     return found
+
+
+# -- what all readers of a content count on; loading checks whether states fit their plans ----------------------
+
+
+def problem(content: Mapping[str, Any]) -> str:
+    """Return what a checkpoint's content lacks; "" if nothing."""
+    about, saved, waiting, model = (content.get(key) for key in ("about", "optimizer", "waiting", "model"))
+    if not isinstance(about, dict) or not all(isinstance(about.get(key), str) for key in ("class", "spec")):
+        return "expected 'about', with the 'class' and 'spec' of the optimizer"
+    if not isinstance(saved, dict):
+        return "expected the optimizer's state dict under 'optimizer'"
+    problems = Problems("optimizer")
+    try:
+        groups, _ = checkpoint.parts(saved, problems)
+    except ValueError:
+        return problems.lines[0]
+    count = sum(len(group["params"]) for group in groups)
+    rows, readings = about.get("parameters"), about.get("readings")
+    if not isinstance(rows, list) or len(rows) != count or not all(map(_is_row, rows)):
+        return f"expected the 'key', 'shape' and 'dtype' of {count} parameters under 'about'"
+    if not isinstance(readings, list) or not all(_is_reading(one, count) for one in readings):
+        return "expected the first values of states under 'about'"
+    if not isinstance(waiting, list) or len(waiting) != count:
+        return f"expected low bits of weights, or None, for {count} parameters under 'waiting'"
+    for i, (bits, row) in enumerate(zip(waiting, rows, strict=True)):
+        if bits is not None and not _is_low_bits(bits, row["shape"]):
+            return f"expected low bits of a weight of shape {row['shape']}, or None, under 'waiting' for parameter {i}"
+    if not (model is None or (isinstance(model, dict) and all(isinstance(key, str) for key in model))):
+        return "expected the model's state dict, or None, under 'model'"
+    return next((f"expected {key!r}" for key in ("model", "extra") if key not in content), "")
+
+
+def _is_row(one: Any) -> bool:
+    """Return True for {"key", "shape", "dtype"} of a parameter, of any dtype."""
+    if not isinstance(one, dict) or not {"key", "shape", "dtype"} <= one.keys():
+        return False
+    key, shape, dtype = one["key"], one["shape"], one["dtype"]
+    sizes = isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**63 for size in shape)
+    known = isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)
+    return sizes and known and isinstance(key, str | None)
+
+
+def _is_reading(one: Any, count: int) -> bool:
+    """Return True for [position of a parameter, name of a state, numbers]."""
+    if not isinstance(one, (list, tuple)) or [type(x) for x in one] != [int, str, list]:
+        return False
+    return 0 <= one[0] < count and all(type(value) is float for value in one[2])
+
+
+def _is_low_bits(bits: Any, shape: list[int]) -> bool:
+    """Return True for the dict that `low_bits.keep` makes of a weight of that shape."""
+    if not isinstance(bits, dict) or bits.keys() != {"low", "at", "exact", "check"} or type(bits["check"]) is not int:
+        return False
+    low, at, exact = bits["low"], bits["at"], bits["exact"]
+    if not all(isinstance(x, Tensor) and not checkpoint.without_values(x) for x in (low, at, exact)):
+        return False
+    if (low.dtype, list(low.shape)) != (torch.int16, shape) or (at.dtype, exact.dtype) != (torch.int64, torch.float32):
+        return False
+    return at.ndim == 1 and at.shape == exact.shape and bool(((at >= 0) & (at < low.numel())).all())
