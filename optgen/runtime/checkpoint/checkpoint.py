@@ -17,6 +17,7 @@ import itertools
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -530,10 +531,14 @@ def _apart(a: Variant, b: Variant) -> set[str]:
     return {name for name in a.flags.keys() | b.flags.keys() if a.flags.get(name, 0) != b.flags.get(name, 0)}
 
 
-def _room(found: Iterable[Any]) -> Arena:
-    """Return a buffer for the states that entries are read into; dense ones are larger than what becomes of them."""
-    tensors = (x for entry in found if isinstance(entry, Mapping) for x in entry.values() if isinstance(x, Tensor))
-    return Arena(x.numel() * x.element_size() for x in map(sharding.local, tensors))
+def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tensor]) -> Arena:
+    """Return a buffer for the states of the parameters on the CPU that have a plan; the others will be refused."""
+    sizes: list[int] = []
+    for label, p in params.items():
+        with suppress(TypeError, ValueError):
+            here = state.home(p).type == "cpu" and not sharding.is_sharded(p)
+            sizes += state.sizes(select(cls, group, p, label)[2], p, {}) if here else ()
+    return Arena(sizes)
 
 
 @dataclass(frozen=True)
@@ -562,7 +567,8 @@ class _Reading:
         numbers   the parameters' numbers in the checkpoint
         """
         group, kept = self.group, _listed(self.saved, options.ENTRIES)
-        arena = _room(saved.get(number) for number in numbers)
+        rows = [(label, p, saved.get(n)) for p, label, n in zip(group["params"], labels, numbers, strict=True)]
+        arena = _arena(self.cls, group, {label: p for label, p, entry in rows if isinstance(entry, Mapping) and entry})
         names = numbers if group.get("param_names") is None else group["param_names"]
         absent = Absent()
         for p, label, number, name in zip(group["params"], labels, numbers, names, strict=True):

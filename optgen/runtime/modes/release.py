@@ -26,7 +26,7 @@ from optgen.runtime.layout import sharding
 from optgen.runtime.modes.accumulated import GradientAccumulator, refuse_sums
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
-from optgen.runtime.records import as_float, as_int
+from optgen.runtime.records import Variant, as_float, as_int
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import state
@@ -49,6 +49,7 @@ class ReleasedParameter:
     """
 
     roomy: bool
+    variant: Variant
 
     def __init__(self, release: Release, owner: Owner, entry: Entry, old: ReleasedParameter | None) -> None:
         """Take a parameter's place in the optimizer; old: the one of its place before, which counts on."""
@@ -56,7 +57,6 @@ class ReleasedParameter:
         self.p = p
         self.entry = entry._replace(group={"params": [p], "param_names": [name], "positions": [entry.position]})
         self.stepper, self.offload = Stepper(entry.number), release.optimizer._offload.part(entry)
-        self.stepper.arena = Arena(())  # huge pages of many small states would go to waste
         if (dtype := release.optimizer._stepper.dtypes.get(id(p))) is not None:
             self.stepper.dtypes[id(p)] = dtype
         self.options: object = None
@@ -86,6 +86,7 @@ class ReleasedParameter:
         now = (group["plan"], *own, options.flags_of(owner.cls, group), self.p.shape)
         if now != self.options:
             steps = refuse_sums(owner.cls, group, self.p, self.entry.name)
+            self.variant = steps[0]
             self.roomy = any(temp.space == "elem" for variant in steps for temp in variant.temps)
             self.options = now
 
@@ -94,6 +95,7 @@ class ReleasedParameter:
         """Update p from p.grad, as a parameter of `owner`."""
         self.refresh(owner)
         self.offload.step(owner._replace(groups=[self.entry.group]), self.stepper)
+        self.stepper.arena = None
         if self.roomy:
             self.stepper.forget_tables()
             self.offload.forget_tables()
@@ -108,6 +110,14 @@ class ReleasedParameter:
             self.sums.add(self.p.grad)
             self.sums.clear()
         self.summed = 0
+
+
+def _give_room(owner: Owner, released: Iterable[ReleasedParameter]) -> None:
+    """Give all on the CPU one buffer for their first states: huge pages of many small ones go to waste."""
+    lacking = [one for one in released if state.home(one.p).type == "cpu" and not owner.states.get(one.p)]
+    arena = Arena([size for one in lacking for size in state.sizes(one.variant, one.p, {})])
+    for one in lacking:
+        one.stepper.arena = arena
 
 
 class Hook:
@@ -258,6 +268,7 @@ class Release:
         places = [(e, self._released.get(key)) for key, e in wanted.items()]
         moved = [(e, old) for e, old in places if old is None or old.entry[2:] != e[2:]]
         made = [(ReleasedParameter(self, owner, e, old), old) for e, old in moved]  # an error leaves all as it was
+        _give_room(owner, [one for one, _ in made])
         for key in self._released.keys() - wanted.keys():
             self._detach(key)
         for one, old in made:
