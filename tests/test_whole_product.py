@@ -27,6 +27,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -83,24 +84,36 @@ class Results:
             file.write("\n" + json.dumps([name, result]))
 
 
+def in_processes(function: Callable[..., Any], jobs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and result of each job, one after the other; a process that dies is the result of its job."""
+    rest = list(jobs.items())
+    while rest:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            for _ in range(min(TASKS, len(rest))):
+                name, job = rest.pop(0)
+                try:
+                    yield name, pool.submit(function, job).result()
+                except BrokenProcessPool:
+                    yield name, {"wrong": ["the process has died"]}
+                    break
+
+
 def check_all(kind: str, rule: str, function: Callable[..., Mapping[str, Any]], jobs: Mapping[str, Any]) -> None:
     """Run a function of each job that no earlier run found right, in a process beside this one; what it returns lists
     under "wrong" what is."""
     results, wrong = Results(kept() / f"{kind}.{rule}.jsonl"), list[str]()
-    rest = {name: job for name, job in jobs.items() if name not in results.known}
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=TASKS) as pool:
-        for name, result in zip(rest, pool.map(function, rest.values()), strict=True):
-            if result["wrong"]:
-                wrong.append(f"{name}: {'; '.join(result['wrong'])}")
-            else:
-                results.add(name, result)
+    for name, result in in_processes(function, {k: job for k, job in jobs.items() if k not in results.known}):
+        if result["wrong"]:
+            wrong.append(f"{name}: {'; '.join(result['wrong'])}")
+        else:
+            results.add(name, result)
     assert not wrong, "\n".join([f"{len(wrong)} of {len(jobs)} are wrong", *wrong])
 
 
-def first(items: Iterable[Any], *pair: str) -> list[Any]:
-    """Return the items of a pair of rule and plan in a drawn order, OPTGEN_CELLS of them."""
+def first(items: Iterable[Any], *draw: str) -> list[Any]:
+    """Return the items of a pair of rule and plan in an order that the draw names, OPTGEN_CELLS of them."""
     order = sorted(items, key=str)
-    random.Random(f"{pair}").shuffle(order)
+    random.Random(f"{draw}").shuffle(order)
     return order[: int(os.environ.get("OPTGEN_CELLS", len(order)))]
 
 
@@ -159,12 +172,13 @@ def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels of a pair, to be compiled: of its cases of these names, or of all, and for these targets."""
+    """Kernels of a pair, to be compiled: of its cases of these names, or of all, for these targets, in this draw."""
 
     rule: str
     plan: str
     cases: tuple[str, ...] | None = None
     targets: tuple[str, ...] = TARGETS
+    draw: tuple[str, ...] = ()
 
     def jobs(self, folder: Path) -> Iterator[Any]:
         """Yield the kernels."""
@@ -185,7 +199,7 @@ def compile_kernels(asked: Kernels) -> dict[str, Any]:
     compiled, widened, wrong = Counter[str](), Counter[str](), list[str]()
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
         jobs = list(asked.jobs(Path(folder)))
-        taken = first({job.name for job in jobs}, asked.rule, asked.plan)
+        taken = first({job.name for job in jobs}, asked.rule, asked.plan, *asked.draw)
         for job, target in ((j, t) for j in jobs for t in j.targets if t in asked.targets and j.name in taken):
             try:
                 planned, made = kernel_stats.compiled_to_fit(job, target)
@@ -223,7 +237,7 @@ import json, sys
 from tests.test_whole_product import Kernels, compile_kernels
 
 for rule, plan, case, target in json.load(sys.stdin):
-    print(json.dumps(compile_kernels(Kernels(rule, plan, (case,), (target,)))))
+    print(json.dumps(compile_kernels(Kernels(rule, plan, (case,), (target,), (sys.argv[1],)))))
 """
 
 
@@ -239,7 +253,8 @@ def test_a_quarter_of_the_rules_and_half_of_the_plans_compile(compiling: dict[st
         case = random.Random(f"{seed} {rule}").choice(list(targets.cases(spec_of(rule), plan_of(plan))))
         asked.append((rule, plan, targets.case_name(spec_of(rule), case), target))
     env = {**compiling, "PYTHONPATH": str(ROOT), "OPTGEN_CELLS": "1"}
-    rows = [json.loads(line) for line in harness.python(SAMPLE, env=env, stdin=json.dumps(asked)).splitlines()]
+    found = harness.python(SAMPLE, str(seed), env=env, stdin=json.dumps(asked))
+    rows = [json.loads(line) for line in found.splitlines()]
     for row, (*_, target) in zip(rows, asked, strict=True):
         assert not [x for x in row["wrong"] if "B of stack" not in x], row
         assert row["compiled"] == {target: 1}, row
@@ -329,19 +344,21 @@ def test_every_rule_wrapper_and_plan_is_emulated() -> None:
 
 
 def worker(number: int) -> dict[str, Any]:
+    if number == 7:
+        raise BrokenProcessPool
     return {"number": number, "wrong": ["odd"] * (number % 2)}
 
 
 def test_a_run_goes_on_and_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a line at the end is passed over and closed, and what was wrong is run again."""
+    """Half a line at the end is passed over and closed, and what was wrong, or killed its process, is run again."""
     monkeypatch.setattr(sys.modules[__name__], "kept", lambda: tmp_path / "kept")
     monkeypatch.setattr(sys.modules[__name__], "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
     path = tmp_path / "kept" / "cells.some.jsonl"
     Results(path).add("10", {"number": 0, "wrong": []})
     with path.open("a") as file:
         file.write('\n["4", {"num')
-    with pytest.raises(AssertionError, match=r"1 of 3 are wrong\s+5: odd"):
-        check_all("cells", "some", worker, {"10": 10, "5": 5, "4": 4})
+    with pytest.raises(AssertionError, match=r"2 of 4 are wrong\s+7: the process has died\s+5: odd"):
+        check_all("cells", "some", worker, {"10": 10, "7": 7, "5": 5, "4": 4})
     assert {name: x["number"] for name, x in Results(path).known.items()} == {"10": 0, "4": 4}
 
 
@@ -353,7 +370,7 @@ def summary(folder: Path) -> Iterator[str]:
         found = {key: f"{how[key](numbers):.3f}" for key in how if (numbers := [x[key] for x in rows if key in x])}
         for key in ("compiled", "widened"):
             found |= {key: dict(sum((Counter(x[key]) for x in rows if key in x), Counter()))}
-        found |= {key: sum(x[key] for x in rows) for key in ("kernels", "launches") if key in rows[0]}
+        found |= {key: sum(x[key] for x in rows) for key in ("kernels", "launches") if rows and key in rows[0]}
         yield f"{kind}: {len(rows)} right, {', '.join(f'{key} {x}' for key, x in found.items() if x)}"
 
 
