@@ -302,7 +302,7 @@ def test_the_trace_computes_what_the_function_does(case: tuple[str, dict[str, bo
 
 
 @optimizer()
-def starts_late(p, g, t, m=state(), r=row(), *, lr=hyper(1e-2, ge=0)):
+def starts_late(p, g, t, m=state(), r=row(), /, *, lr=hyper(1e-2, ge=0)):
     r = where(t > 2, row_mean(g * g), 0.5 * lr)
     m = where(t > 1, 0.9 * m + g * sqrt(r), 0.0)
     p = where(t > 1, p - lr * m, 1.0)

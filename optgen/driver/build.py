@@ -184,9 +184,10 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     outcome.classes = sorted(u.spec.class_name for u in units)
     maths = request.maths or config.maths
     specs = {u.spec.name: u.built(out, request.project, maths) for u in units}
-    files, others = _texts(units, request, config, maths, track), dict[str, str]()
     if request.named:
         _refuse_other_maths(manifest, specs, maths)
+    files, others = _texts(units, request, config, maths, track), dict[str, str]()
+    if request.named:
         specs, folders = {**manifest.specs, **specs}, {_package(name) for name in files}
         others = {name: digest for name, digest in manifest.files.items() if _package(name) not in folders}
     files[INIT] = init_text(_distinct(specs))

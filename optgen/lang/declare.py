@@ -173,7 +173,7 @@ def _state(
     forms: tuple[Trait, ...] = (),
 ) -> StateDecl:  # fmt: skip
     known = (nonneg, *forms)
-    if len(traits) > 1 or not {*traits} <= {*known}:
+    if len(traits) > 1 or any(t not in known for t in traits):  # a list has no hash
         wanted, got = " or ".join(f"`{x.name}`" for x in known), ", ".join(map(repr, traits))
         hint = "declare one of them, or none" if forms else "state(nonneg, when=..., init=...)"
         raise _refuse(f"a state's only trait is {wanted}, got {got}", hint)

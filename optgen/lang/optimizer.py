@@ -328,7 +328,7 @@ def _check_uses(spec: Spec) -> None:
             raise UserError("E113", loc=h.loc, what=what, hint="lr=hyper(1e-3, ge=0) has to be there")
     clocks = {f.name for f in spec.flags if f.clock is not None}
     for d in spec.kept:
-        for word in clocks.intersection(flags_in(d.when)):
+        for word in (w for w in flags_in(d.when) if w in clocks):
             raise UserError("E126", loc=d.loc, name=d.name, flag=word)
     for s in spec.states:
         _check_state(s, hypers, states)

@@ -347,8 +347,11 @@ class Spec:
         fed = {name: fed_name(name) for name in self.inputs}
         # The author's own function has no parameters for these; that of a wrapper hands them on.
         hidden = set(fed.values()) if self.function.__code__ is self.source.code else set()
+        # States before a `/` go by position.
+        named, code = {name: x for name, x in values.items() if name not in hidden}, self.function.__code__
+        before = [named.pop(name) for name in code.co_varnames[len(first) : code.co_posonlyargcount]]
         with insisted():
-            result = self.function(*first, **{name: x for name, x in values.items() if name not in hidden})
+            result = self.function(*first, *before, **named)
         parts = result if isinstance(result, tuple) else (result,)
         if len(parts) != len(self.order):
             place = self.source.loc(self.source.returns[0][0])
