@@ -80,7 +80,7 @@ class Run:
         self.cell, self.folder = cell, tmp_path
         self.net, self.opt = self.made(**options)
 
-    def made(self, **options: Any) -> tuple[Net, Any]:
+    def made(self, names: bool = True, **options: Any) -> tuple[Net, Any]:
         draw, cell = torch.Generator().manual_seed(7), self.cell
         shapes = SMALL if cell.backend == "triton" else SHAPES
         shapes = {name: s for name, s in shapes.items() if len(s) > 1 or cell.rule != "came"}
@@ -88,7 +88,8 @@ class Run:
         net = Net({name: nn.Parameter(x) for name, x in values.items()})
         if cell.backend != "triton":
             options |= OPTIONS.get(cell.rule, {})
-        opt = class_of(cell.rule)(net.named_parameters(), plan=cell.plan, backend=cell.backend, seed=3, **options)
+        params = net.named_parameters() if names else net.parameters()
+        opt = class_of(cell.rule)(params, plan=cell.plan, backend=cell.backend, seed=3, **options)
         return net, opt
 
     def backward(self, step: int, scale: float = 1.0) -> None:
@@ -209,6 +210,7 @@ MODES: dict[str, Mode] = {
     "a scaler, fused": Mode(step=scaled, options={"fused": True}),
     "released": Mode(lambda run: run.opt.release_gradients(run.net), refused=SUMS),
     "released, micro-batches": Mode(lambda run: run.opt.release_gradients(run.net, accumulate=2), halves, refused=SUMS),
+    "released, nameless": Mode(lambda run: run.opt.release_gradients(run.net), options={"names": False}, refused=SUMS),
     "offloaded": Mode(lambda run: moved(run.opt), refused=ON_DEVICES),
     "offloaded, released": Mode(lambda run: moved(run.opt).release_gradients(run.net), refused=SUMS | ON_DEVICES),
     "capturable": Mode(options={"capturable": True}, refused={"soap": "makes some of its steps different"}),
@@ -234,8 +236,8 @@ def of_every_day() -> set[Cell]:
     some = {Cell(mode, rule, draw.choice(PLANS), "reference") for rule in KINDS for mode in modes_of(rule)}
     some |= {Cell("released", rule, plan, "reference") for rule in list_rules() if daily(rule, "release")}
     some |= {Cell(mode, rule, plan, "cpp") for mode in MODES for rule in ("adamw", "soap")}
-    kinds = ("lamb", "came", "muon", "prodigy")
-    some |= {Cell(mode, rule, plan, "cpp") for mode in ("released", "offloaded") for rule in kinds}
+    kinds, modes = ("lamb", "came", "muon", "prodigy"), ("released", "released, nameless", "offloaded")
+    some |= {Cell(mode, rule, plan, "cpp") for mode in modes for rule in kinds}
     return some | {Cell(mode, "adamw", plan, "triton") for mode in draw.sample(sorted(MODES), 3)}
 
 
@@ -244,25 +246,29 @@ def cells_of(rule: str) -> list[Cell]:
 
 
 @functools.cache
-def plainly(rule: str, plan: str, backend: str) -> Any:
+def plainly(rule: str, plan: str, backend: str, names: bool) -> Any:
     """Return the bits of ordinary steps, or why there are none."""
-    run = Run(Cell("", rule, plan, backend), Path())
+    run = Run(Cell("", rule, plan, backend), Path(), names=names)
     for step in range(STEPS):
         run.step(step)
     return run.bits()
 
 
 def check(cell: Cell, folder: Path) -> None:
-    """Assert that a mode has the bits of ordinary steps, or is refused in its words."""
+    """Assert that a mode has the bits of ordinary steps, or is refused, before anything changes, in its words."""
     mode = MODES[cell.mode]
     kinds = {cell.rule, cell.backend, *spaces(cell.rule)}
     words = next((text for kind, text in mode.refused.items() if kind in kinds), "")
+    run = Run(cell, folder)
+    before = run.bits()
     with pytest.raises((ValueError, RuntimeError), match=words) if words else nullcontext():
-        run = Run(cell, folder, **mode.options)
+        run.net, run.opt = run.made(**mode.options)
         mode.begin(run)
-        for step in range(STEPS):
-            mode.step(run, step)
-    assert words or run.bits() == plainly(cell.rule, cell.plan, cell.backend), cell
+        mode.step(run, 0)
+    for step in range(1, 0 if words else STEPS):
+        mode.step(run, step)
+    names = mode.options.get("names", True)
+    assert run.bits() == (before if words else plainly(cell.rule, cell.plan, cell.backend, names)), cell
 
 
 @pytest.mark.parametrize(

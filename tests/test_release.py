@@ -50,14 +50,6 @@ def net(dtype: torch.dtype = torch.bfloat16, vectors: bool = True) -> Net:
     return Net(vectors).to(dtype)
 
 
-def accepts_vectors(cls: Any) -> bool:
-    try:
-        cls([nn.Parameter(torch.zeros(3))])
-    except ValueError:
-        return False
-    return True
-
-
 def train(opt: Optimizer, model: Net, steps: int, *, every: int = 1, start: int = 0) -> None:
     """The loop that users have; the learning rate changes at each step."""
     schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
