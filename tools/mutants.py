@@ -10,7 +10,8 @@ first, and "texts": the generated texts of RULES, of MORE rules, or of all as te
 mutant is noticed by the first test that fails within 60 s of processor time; the page lists those that are not.  The
 list has the results, and reasons: one that begins with "equivalent" says why no result can differ, and such a mutant
 does not count.  Where a line has moved since, its mutant follows it and is tested again; where it is gone, another of
-the room is drawn.  tests/seeded_defects.json has older ones of the same form, each with the test that noticed it.
+the room is drawn.  tests/seeded_defects.json has older ones of the same form, with the tests
+that noticed them, where their lines are as they were.
 """
 
 from __future__ import annotations
