@@ -25,7 +25,7 @@ from optgen.driver.load import find_spec
 from optgen.driver.steps import rule_step
 from optgen.lang import Spec, flag, hyper, nonneg, state, wrapper, wrappers
 from tests import oracles
-from tests.harness import make_step, plan_of, spec_of
+from tests.harness import make_step, plan_of, sampled, spec_of
 from tests.oracles import clipped
 from tests.training import bits
 
@@ -495,6 +495,27 @@ def test_a_wrapper_goes_around_every_rule_or_says_why_not(name: str) -> None:
             refused[rule] = error.code if error.locs and error.hint else "without a place or a hint"
     assert set(refused.values()) <= {"E113", "E105", "E115"}
     assert "adamw" not in refused
+
+
+EVERY = [(rule, by) for rule in optgen.list("*") for by in ("clipped", "lookahead") if not rule.startswith(by)]
+
+
+@pytest.mark.parametrize(("rule", "by"), sampled("wrapped", EVERY))
+def test_clipping_and_lookahead_go_around_every_rule(rule: str, by: str) -> None:
+    """The rule itself, of gradients that torch has clipped, or with slow weights; names that it has get a prefix."""
+    inner, own = spec_of(rule), {"clipped": "max_norm", "lookahead": "alpha"}[by]
+    options = {f"{by}_{own}" if own in {h.name for h in inner.hypers} else own: OPTIONS[own]}
+    options |= {"lookahead_k": 2} if by == "lookahead" else {}
+    outer, draw = getattr(wrappers, by)(inner), torch.Generator().manual_seed(0)
+    p = q = slow = torch.randn(4, 3, generator=draw, dtype=torch.float64)
+    states: list[Any] = [({}, {}), ({}, {})]
+    for t in range(1, 6):
+        g = torch.randn(4, 3, generator=draw, dtype=torch.float64)
+        p, *states[0] = outer.evaluate(p, g, t, *states[0], **options)
+        q, *states[1] = inner.evaluate(q, clipped(g, clip_grad_norm_, 0.7) if by == "clipped" else g, t, *states[1])
+        if by == "lookahead" and t % 2 == 0:
+            slow = q = slow + OPTIONS["alpha"] * (q - slow)
+        torch.testing.assert_close(p, q, rtol=2.0**-40, atol=2.0**-40)
 
 
 def test_make_takes_wrapped_rules_by_their_text() -> None:
