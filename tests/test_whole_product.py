@@ -32,6 +32,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -232,6 +233,19 @@ def test_every_kernel_of_a_pair_is_compiled_for_every_target(tmp_path: Path) -> 
     assert sorted((j.name, t) for j in jobs for t in j.targets) == sorted({(j.name, t) for j in jobs for t in TARGETS})
 
 
+@pytest.mark.parametrize(("stack", "shared", "tiled", "wrong"), [
+    (8, 0, False, 1), (0, 64, True, 1), (0, 64, False, 0), (0, 0, True, 0),
+])  # fmt: skip
+def test_a_kernel_that_uses_stack_or_a_tiled_one_that_shares_memory_is_wrong(
+    stack: int, shared: int, tiled: bool, wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, made = SimpleNamespace(name="k", tiled=tiled, targets=TARGETS), SimpleNamespace(stack=stack, shared=shared)
+    monkeypatch.setattr(Kernels, "jobs", lambda *_: iter([job]))
+    monkeypatch.setattr("tools.kernel_stats.compiled_to_fit", lambda *_: (made, made))
+    found = compile_kernels(Kernels("adamw", "fp32", targets=("sm_90",)))
+    assert len(found["wrong"]) == wrong and found["compiled"] == {"sm_90": 1}
+
+
 SAMPLE = """
 import json, sys
 from tests.test_whole_product import Kernels, compile_kernels
@@ -326,6 +340,17 @@ def test_compiled_kernels_have_the_bits_of_the_reference(rule: str) -> None:
     pytest.importorskip("triton")
     there = [x for x in emulations(rule) if not TRITONS[x.triton] or Path(TRITONS[x.triton]).exists()]
     check_all("ptx", rule, emulate, {str(x): x for x in there})
+
+
+@pytest.mark.parametrize(("triton", "capability"), [(x, sm) for x in TRITONS for sm in (90, 100)])
+def test_fused_additions_are_right_of_one_assembler(
+    triton: str, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["k: 3 FADD for 4 add.f32", "k: FFMA2", "k: other bits"]
+    done = subprocess.CompletedProcess([], 0, json.dumps({"wrong": words}), "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    found = emulate(Emulation(Cell("adamw", "fp32", "float32"), triton, capability))
+    assert found["wrong"] == (words[2:] if (triton, capability) == ("3.6", 100) else words)
 
 
 @pytest.mark.full  # 77 s
