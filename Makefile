@@ -39,8 +39,8 @@ test: setup
 
 test-full: setup
 	$(PY) -m ruff check .
-	$(PY) -m pytest -rfEs -n $(WORKERS) --dist worksteal --hypothesis-profile=full $(ARGS)
-	$(PY) -m tests.test_whole_product
+	$(PY) -m pytest -rfEs -n $(WORKERS) --dist worksteal --hypothesis-profile=full $(ARGS); \
+	code=$$?; $(PY) -m tests.test_whole_product; exit $$code
 
 lint: setup
 	$(PY) -m ruff check .
