@@ -219,6 +219,8 @@ def _meant(error: BaseException, place: Loc, spec: Spec) -> str:
         name = indexed(place)
         parts = next((len(h.values) for h in spec.hypers if h.name == name), 0)
         return f"`{name}` has {parts} parts, as many as its default: {name}[0] to {name}[{parts - 1}]" if parts else ""
+    if str(error) == "'Spec' object is not callable":
+        return "a rule that goes around another one is a wrapper: def outer(rule, p, g, ...) under @wrapper()"
     if isinstance(error, AttributeError) and (hint := missing(error.name or "")):
         return hint
     if ours := instead_of(name):
