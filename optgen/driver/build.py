@@ -28,17 +28,7 @@ from optgen.base.errors import UserError
 from optgen.base.loc import relative
 from optgen.driver import emit, judge, load, swap, targets
 from optgen.driver.plan_formats import PLANS
-from optgen.driver.project import (
-    DEFAULT_PLANS,
-    Config,
-    Maths,
-    RequestedPair,
-    once,
-    placed,
-    plan_wishes,
-    read_config,
-    wishes,
-)
+from optgen.driver.project import DEFAULT_PLANS, Config, Maths, Pairing, once, placed, plan_wishes, read_config, wishes
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 
@@ -272,7 +262,7 @@ def _changes(folder: str, before: Built, reference: str, plans: Collection[str])
     return gone + (other if before.reference != reference else [])
 
 
-def _requested(request: Request, config: Config, manifest: Manifest) -> list[RequestedPair]:
+def _requested(request: Request, config: Config, manifest: Manifest) -> list[Pairing]:
     """Return the requested pairs; a named rule keeps the plans that it has."""
     project, known = request.project, load.plans(request.project)
     usual = wishes(project, config)
@@ -280,25 +270,23 @@ def _requested(request: Request, config: Config, manifest: Manifest) -> list[Req
         usual += _built_before(manifest, project)
     if not request.named:
         return once(usual)
-    out: list[RequestedPair] = []
+    out: list[Pairing] = []
     for name in request.names or dict.fromkeys(w.spec for w in usual):
         spec = load.find_spec(name, project)
         names = (spec.name, spec.loc.file, f"{spec.loc.file}:{spec.name}")
         before = manifest.plans(spec.name)
-        new = [RequestedPair(name, w.plan, w.optional) for w in usual if w.spec in names]
+        new = [Pairing(name, w.plan, w.optional) for w in usual if w.spec in names]
         if request.plans or not (new or before):
             new = plan_wishes(name, request.plans or DEFAULT_PLANS, project)
-        out += new + [RequestedPair(name, plan, False) for plan in before if plan in known]
+        out += new + [Pairing(name, plan, False) for plan in before if plan in known]
     return once(out)
 
 
-def _built_before(manifest: Manifest, project: Path) -> list[RequestedPair]:
+def _built_before(manifest: Manifest, project: Path) -> list[Pairing]:
     """Return the pairs that a folder has, but for those of specs and plans that are gone."""
     known = load.plans(project)
     found = {placed(built.reference, project): built.plans for built in manifest.specs.values()}
-    return [
-        RequestedPair(spec, p, False) for spec in found if _is_there(spec, project) for p in found[spec] if p in known
-    ]
+    return [Pairing(spec, p, False) for spec in found if _is_there(spec, project) for p in found[spec] if p in known]
 
 
 def _is_there(spec: str, project: Path) -> bool:
@@ -338,7 +326,7 @@ def _nothing_to_build(request: Request, config: Config) -> UserError:
     return UserError("E414", note=note, hint="optgen list")
 
 
-def _accepted(spec: Spec, plan: Plan, wish: RequestedPair, outcome: Outcome) -> bool:
+def _accepted(spec: Spec, plan: Plan, wish: Pairing, outcome: Outcome) -> bool:
     """Return True if a pair is built. Leaves out a pair of a pattern that does not fit; raises UserError for others."""
     spec.check()
     try:

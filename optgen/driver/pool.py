@@ -11,7 +11,7 @@ from optgen.base.names import unique
 
 
 @dataclass
-class Processes:
+class FunctionPool:
     """Functions by their text: equal text is generated once.
 
     `scalars` are the names of the function's host scalars: two functions that differ in nothing else are one,

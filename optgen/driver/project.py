@@ -55,7 +55,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class RequestedPair:
+class Pairing:
     """A requested pair of spec and plan; `optional` pairs, requested by a pattern, are left out if they do not fit."""
 
     spec: str
@@ -128,11 +128,11 @@ def is_pattern(name: str) -> bool:
     return any(c in name for c in "*?[")
 
 
-def wishes(project: Path, config: Config) -> list[RequestedPair]:
+def wishes(project: Path, config: Config) -> list[Pairing]:
     """Return the pairs that the table asks for; without one, the project's own specs under the default plans."""
     own = [name for name, entry in load.entries(project).items() if entry.own]
     if config.build is None:
-        return [RequestedPair(spec, plan, False) for spec in own for plan in DEFAULT_PLANS]
+        return [Pairing(spec, plan, False) for spec in own for plan in DEFAULT_PLANS]
     out = []
     for rule in config.build:
         for spec in rule.specs:
@@ -147,15 +147,15 @@ def placed(name: str, project: Path) -> str:
     return str((project / name).resolve()) if name.partition(":")[0].endswith(".py") else name
 
 
-def plan_wishes(spec: str, plans: Sequence[str], project: Path) -> list[RequestedPair]:
+def plan_wishes(spec: str, plans: Sequence[str], project: Path) -> list[Pairing]:
     """Return one spec under plans that may be patterns."""
     out = []
     for plan in plans:
         names = [x for x in load.plans(project) if fnmatchcase(x, plan)] if is_pattern(plan) else [plan]
-        out += [RequestedPair(spec, name, is_pattern(plan)) for name in names]
+        out += [Pairing(spec, name, is_pattern(plan)) for name in names]
     return out
 
 
-def once(found: list[RequestedPair]) -> list[RequestedPair]:
+def once(found: list[Pairing]) -> list[Pairing]:
     """Return each pair once; one requested by name is not optional."""
     return list({(w.spec, w.plan): w for w in sorted(found, key=lambda w: not w.optional)}.values())

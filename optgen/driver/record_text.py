@@ -12,7 +12,7 @@ from optgen import passes
 from optgen.backends import columns, host, matrices, triton, triton_text, wrapper
 from optgen.base.names import unique
 from optgen.driver import kernel_text, memory, plan_formats, targets
-from optgen.driver.pool import Processes
+from optgen.driver.pool import FunctionPool
 from optgen.driver.project import Maths
 from optgen.driver.steps import rule_step
 from optgen.formats import floats, format
@@ -150,7 +150,7 @@ def rules(spec: Spec) -> tuple[RuleRecord, ...]:
 
 def variants(spec: Spec, plan: Plan, maths: Maths = "fast") -> Iterator[Variant]:
     """Yield what the runtime makes of a rule and a plan; host functions are names."""
-    return with_steps(rules(spec), steps(spec, maths, Processes()), plan_record(plan, maths))
+    return with_steps(rules(spec), steps(spec, maths, FunctionPool()), plan_record(plan, maths))
 
 
 def _usual(spec: Spec) -> Mapping[str, bool]:
@@ -236,7 +236,7 @@ def _spaces(program: Program) -> Iterator[str]:
         yield "call"
 
 
-def steps(spec: Spec, maths: Maths, pool: Processes, named: str = "kernel_scalars") -> tuple[Rule, ...]:
+def steps(spec: Spec, maths: Maths, pool: FunctionPool, named: str = "kernel_scalars") -> tuple[Rule, ...]:
     """Return the steps of a rule's kernels, one for settings whose steps are equal; host functions go to `pool` under
     that name."""
     nonneg = {s.name for s in spec.states if s.nonneg}
@@ -353,7 +353,7 @@ def rule_text(spec: Spec, maths: Maths) -> str:
 
 def rule_lines(spec: Spec, maths: Maths) -> tuple[list[str], list[str], list[str]]:
     """Return the names that a rule's records import from optgen.runtime, their other imports, and their text."""
-    pool, constants = Processes(), _Constants(("RULES", "STEPS", "STRICT", spec.class_name))
+    pool, constants = FunctionPool(), _Constants(("RULES", "STEPS", "STRICT", spec.class_name))
     rules, made = tuple(map(constants.rule, _rules(spec))), tuple(map(constants.step, steps(spec, maths, pool)))
     body = _functions("# Scalars at a step, in fp64, with the new host states behind them.", pool.functions)
     body += ["", "", "# The states, and the kernels.", *constants.lines]

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from optgen import passes
 from optgen.backends import columns, matrices, wrapper
 from optgen.driver import targets
-from optgen.driver.pool import Processes
+from optgen.driver.pool import FunctionPool
 from optgen.driver.project import Maths
 from optgen.ir.program import Stage, Step
 from optgen.lang.spec import Spec
@@ -43,9 +43,9 @@ def kernel_steps(spec: Spec, maths: Maths) -> Iterator[tuple[Mapping[str, bool],
 
 
 @lru_cache(maxsize=128)
-def _pool(spec: Spec, maths: Maths) -> Processes:
+def _pool(spec: Spec, maths: Maths) -> FunctionPool:
     """The functions of whole matrices of a rule, in strict maths and in that of its kernels; equal ones stand once."""
-    pool = Processes()
+    pool = FunctionPool()
     steps = [(flags, rule_step(spec, flags)) for flags in spec.settings()]
     for flags, step in (*steps, *((flags, step) for flags, step, _ in kernel_steps(spec, maths))):
         for stage in step.stages:

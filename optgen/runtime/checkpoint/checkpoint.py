@@ -568,7 +568,7 @@ class _Reading:
         """
         group, kept = self.group, _listed(self.saved, options.ENTRIES)
         rows = [(label, p, saved.get(n)) for p, label, n in zip(group["params"], labels, numbers, strict=True)]
-        arena = _arena(self.cls, group, {label: p for label, p, entry in rows if isinstance(entry, Mapping) and entry})
+        arena = _arena(self.cls, group, {label: p for label, p, entry in rows if isinstance(entry, Mapping)})
         names = numbers if group.get("param_names") is None else group["param_names"]
         absent = Absent()
         for p, label, number, name in zip(group["params"], labels, numbers, names, strict=True):
