@@ -389,7 +389,7 @@ def test_kept_moments_never_make_a_larger_update_than_adam_can(betas: tuple[floa
     m, v = (built.storage.states[name] for name in ("exp_avg", "exp_avg_sq"))
     assert isinstance(m, Blocked) and m.relative and isinstance(v, LogMinMax)
     # Roots of a block lie within `octaves` of each other, and a unit on each side: half an octave each.
-    root_error = bounds.one_step_bound(v, 2 * octaves + 2).total
+    root_error = v.bound(2 * octaves + 2).total
     code_error = bounds.one_step_bound(m).total * (1 + m.scale.excess)
     limit = quotient_bound(*betas, root_error, code_error)
     weight = torch.ones(16, 64)
