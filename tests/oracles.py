@@ -101,10 +101,12 @@ def named(inner: Oracle, **names: str) -> Oracle:
 
 
 class States(SimpleNamespace):
-    """The states of a rule: each reads as 0 until it is set."""
+    """The states of a rule: each reads as 0 of the weight's dtype until it is set."""
+
+    dtype = torch.float64
 
     def __getattr__(self, name: str) -> Tensor:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=self.dtype)
 
 
 def paper(rule: Callable[..., Tensor]) -> Oracle:
@@ -112,7 +114,12 @@ def paper(rule: Callable[..., Tensor]) -> Oracle:
 
     def make(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
         options, states = SimpleNamespace(**flags, **hypers), States()
-        return lambda p, g, t, lr: rule(options, states, p, g, t, lr)
+
+        def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+            states.dtype = p.dtype
+            return rule(options, states, p, g, t, lr)
+
+        return step
 
     make.__name__ = rule.__name__
     return make

@@ -327,10 +327,11 @@ def test_rules_of_matrices_are_their_oracles(name: str, options: dict[str, Any])
     cls, start, gs = compiled(name), weights(MATRICES), gradients(MATRICES, 12)
     hypers: dict[str, Any] = {h.name: h.default for h in cls.HYPERS}
     hypers |= {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "lr": 0.02} | options
-    flags = dict.fromkeys(("adamw", "sign_norm", "row_norm", "match_rms_adamw"), False) | {"nesterov": True} | options
+    flags = dict.fromkeys(("adamw", "sign_norm", "row_norm", "match_rms_adamw"), False) | {"nesterov": True}
+    flags |= {flag: x for flag, x in options.items() if flag in flags}
     ours, _ = walk(lambda ps: cls(ps, plan="fp32", **hypers), start, gs, torch.float32)
     for k, (w, own) in enumerate(zip(start, ours, strict=True)):
-        step, x = oracles.WHOLE[name](flags, hypers), w.clone()
+        step, x = oracles.WHOLE[name](flags, {h: x for h, x in hypers.items() if h not in flags}), w.clone()
         for t, g in enumerate((g[k] for g in gs), 1):
             x = step(x, g, t, hypers["lr"])
         (rows, columns), n = w.shape, w.numel()
