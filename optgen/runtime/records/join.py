@@ -117,7 +117,7 @@ class FormatRecord:
 
 FP32 = FormatRecord()
 NOTHING = FormatRecord(fields=())
-"""What is stored beside a weight in fp32."""
+"""The fields beside a weight in fp32: none."""
 
 MATRICES = {
     "symmetric": FormatRecord(
