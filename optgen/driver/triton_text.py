@@ -50,8 +50,8 @@ def rule_text(spec: Spec, maths: Maths) -> str:
     known: dict[str, str] = {}
     done: set[str] = set()
     for setting in made.settings:
-        kernels = zip(setting.kernels, setting.step.stages, strict=True)
-        for _, level in groupby(((k, s) for k, s in kernels if not s.call), key=lambda x: x[1].level):
+        kernels = zip(setting.kernels, setting.levels, setting.step.stages, strict=True)
+        for _, level in groupby(((k, at) for k, at, s in kernels if not s.call), key=lambda x: x[1]):
             stages = [(k, made.stages[k]) for k, _ in level if k not in done]
             done.update(k for k, _ in stages)
             if stages and not stages[0][1].is_sweep:

@@ -164,13 +164,10 @@ class Schedule:
 class Stage:
     """A kernel of a step that takes several, and why it cannot be part of the one before.
 
-    level    stages of one level may not begin before all of the level before has ended; sweeps have even levels,
-             what is done between them with few values odd ones
     scalars  which of the step's host scalars it takes, by position
     """
 
     schedule: Schedule
-    level: int
     why: str
     scalars: tuple[int, ...]
 

@@ -82,7 +82,7 @@ def step(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log |
     stages = []
     for piece, own in zip(pieces, programs, strict=True):
         taken = tuple(names.index(x.name) for x in own.host)
-        stages.append(Stage(_passed(SCHEDULE_PASSES, own, log), piece.level, piece.why, taken))
+        stages.append(Stage(_passed(SCHEDULE_PASSES, own, log), piece.why, taken))
     rules = {*whole.rules, *(rule for x in programs for rule in x.rules)}
     whole = replace(whole, rules=tuple(sorted(rules)))
     return Step(whole, tuple(stages), host, scalars.locals_of(programs), early)

@@ -49,7 +49,10 @@ Round = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class StageProgram:
-    """One stage's program; see ir.program.Stage for level and why."""
+    """One stage's program, and why it stands apart (ir.program.Stage).
+
+    level  what it waits for: sweeps have even levels, what is done between them with few values odd ones (2)
+    """
 
     program: Program
     level: int

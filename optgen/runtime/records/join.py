@@ -7,7 +7,7 @@ other; `variants` lists what they make of each parameter dtype, size class and s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -269,7 +269,7 @@ def completed(rule: Rule, spaces: tuple[tuple[str, str], ...]) -> tuple[Rule, tu
     temps: dict[str, Temp] = {}
     stages = []
     everything = tuple(range(rule.scalars)) if len(rule.stages) == 1 else ()
-    for stage, level in zip(rule.stages, _levels(rule.stages, of), strict=True):
+    for stage, level in zip(rule.stages, _levels_of(rule.stages, of), strict=True):
         left = {t.name: t for t in _left(stage, of) if t.name not in dict(spaces)}
         temps |= left
         touched = {of.get(x) for x in (*stage.reads, *stage.stores, *stage.summed)}
@@ -292,18 +292,26 @@ def _left(stage: Stage, spaces: Mapping[str, str]) -> list[Temp]:
     return found
 
 
-def _levels(stages: Sequence[Stage], spaces: Mapping[str, str]) -> list[int]:
-    """Return the level of each stage: a sweep is one, and so is all small work between two sweeps, unless a sum over
-    the model ends it."""
-    levels, before, waiting = [-1], "elem", set[str]()
-    for stage in stages:
-        begins = "elem" in (before, stage.space) or not waiting.isdisjoint(stage.reads)
-        levels.append(levels[-1] + begins)
+def _levels_of(stages: Sequence[Stage], spaces: Mapping[str, str]) -> list[int]:
+    """Return the level of each stage, as in levels."""
+    return levels((s.space, s.reads, (x for x in s.stores if spaces.get(x) == "model")) for s in stages)
+
+
+def levels(stages: Iterable[tuple[str, Iterable[str], Iterable[str]]]) -> list[int]:
+    """Return the level of each stage: a sweep or a function of matrices is one, and so is all small work between two
+    of them, unless a sum over the model ends it.
+
+    stages  (space, names that it reads, names of values of the model that it stores)
+    """
+    found, before, waiting = [-1], "elem", set[str]()
+    for space, reads, of_model in stages:
+        begins = not {before, space}.isdisjoint(("elem", "call", "whole")) or not waiting.isdisjoint(reads)
+        found.append(found[-1] + begins)
         waiting = set() if begins else waiting
-        if stage.space == "tensor":
-            waiting |= {x for x in stage.stores if spaces.get(x) == "model"}
-        before = stage.space
-    return levels[1:]
+        if space == "tensor":
+            waiting |= {*of_model}
+        before = space
+    return found[1:]
 
 
 def joined(
