@@ -406,7 +406,7 @@ def factors(
 FACTORS = [(17, 30), (2, 60), (70, 70), (5, 16, 24), (9, 4, 3, 3), (1, 120)]
 
 
-@case(2, 3, 4)
+@case(2, 3)
 def matrix_states(here: Here) -> None:
     """Each rank keeps rows of the factors of a matrix, or the factors of its matrices of a stack."""
     n, mesh = here.world, here.mesh(here.world)

@@ -1,5 +1,7 @@
 """Compiled Triton kernels, executed without a device: tests/ptx emulates the PTX of sm_90 on the CPU."""
 
+import os
+import random
 import subprocess
 import sys
 import warnings
@@ -10,19 +12,23 @@ import pytest
 import torch
 
 from optgen.runtime.step import launch
+from tests.test_triton_strict import CASES
 
 ROOT = Path(__file__).parents[1]
 STAGES = "tests/test_triton_stages.py::test_strict_kernels_give_the_bits_of_eager_torch"
 EMULATED = (
-    "tests/test_triton_strict.py::test_same_bits",
     "tests/test_triton_strict.py::test_floor_of_subnormals",
     f"{STAGES}[lamb-blocks16-5x70-3x128-300-scalar]",
     "tests/test_elementary.py::test_backends_have_the_bits_of_the_definitions_and_fast_maths_is_near[strict]",
     "tests/ptx/emulated.py",
     "tests/test_capturable.py::test_steps_counted_on_the_device_are_the_same_steps[AdamW-coded]",
 )
-"""Run in one process that compiles: strict rules of one sweep, one of several, functions of elements, what emulation
-notices; then fast maths, one that is counted on the device."""
+"""Run in one process that compiles, behind rules of one sweep: rounding down, a rule of several sweeps, functions of
+elements, what emulation notices; then fast maths, one that is counted on the device."""
+
+OF_ONE_SWEEP = [f"tests/test_triton_strict.py::test_same_bits[{'-'.join(map(str, case))}]" for case in CASES]
+"""Strict rules of one sweep under each kind of plan, of which every day has eight; `make test-full` emulates all plans
+(tests/test_whole_product.py)."""
 
 CACHE = str(ROOT / ".pytest_cache" / "emulated")
 """Compiled kernels, most without machine code, for the next run."""
@@ -41,21 +47,21 @@ def test_an_assembler_that_fuses_in_strict_maths_is_warned_of(
     assert ["update Triton" in str(w.message) for w in found] == [True] * warned
 
 
-@pytest.mark.long
-def test_compiled_kernels_are_right_in_the_emulator(compiling: dict[str, str]) -> None:
+def emulate(compiling: dict[str, str], *items: str, **more: str) -> None:
+    """Run tests in a process whose compiled kernels are emulated."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *EMULATED]
-    command += ["-m", "not slow"]
-    command += ["-k", "not int6 and not int5_int3"]  # a tenth of the time, between plans that are here
-    env = {**compiling, "OPTGEN_EMULATE": "90", "OPTGEN_RACES": "1", "OPTGEN_ASSEMBLED": "8", "TRITON_CACHE_DIR": CACHE}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *items]
+    env = {**compiling, "OPTGEN_EMULATE": "90", "OPTGEN_ASSEMBLED": "8", **more}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
+@pytest.mark.long
+def test_compiled_kernels_are_right_in_the_emulator(compiling: dict[str, str]) -> None:
+    drawn = random.Random(os.environ["OPTGEN_SAMPLE_SEED"]).sample(OF_ONE_SWEEP, 8)
+    emulate(compiling, *drawn, *EMULATED, "-m", "not slow", OPTGEN_RACES="1", TRITON_CACHE_DIR=CACHE)
+
+
 @pytest.mark.slow
 def test_fast_kernels_flush_nothing_exact(compiling: dict[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    env = {**compiling, "OPTGEN_EMULATE": "90", "OPTGEN_ASSEMBLED": "8", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "slow"]
-    done = subprocess.run([*command, EMULATED[4]], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    emulate(compiling, EMULATED[3], "-m", "slow", TRITON_CACHE_DIR=str(tmp_path))
