@@ -72,7 +72,7 @@ int8_split24 = Plan(
     "bf16 weight and 8 more bits, 8-bit moments, all rounded stochastically: 5.0625 bytes per parameter.",
     master=Split(8, "stochastic"),
     signed=Blocked(8, 64, softsign(1), scales.ue8m8, relative=True),
-    nonneg=LogMinMax(8, 64, of="sqrt"),
+    nonneg=LogMinMax(8, 64),
     matrices=8,
 )
 
@@ -80,7 +80,7 @@ int6_split24 = Plan(
     "bf16 weight and 8 more bits, 6-bit moments, all rounded stochastically: 4.5625 bytes per parameter.",
     master=Split(8, "stochastic"),
     signed=Blocked(6, 64, softsign(1), scales.ue8m8, relative=True),
-    nonneg=LogMinMax(6, 64, of="sqrt"),
+    nonneg=LogMinMax(6, 64),
     matrices=8,
 )
 
@@ -88,7 +88,7 @@ int5_split24 = Plan(
     "bf16 weight and 8 more bits, 5-bit moments, all rounded stochastically: 4.3125 bytes per parameter.",
     master=Split(8, "stochastic"),
     signed=Blocked(5, 64, softsign(0.5), scales.ue8m8, relative=True),
-    nonneg=LogMinMax(5, 64, of="sqrt"),
+    nonneg=LogMinMax(5, 64),
     matrices=8,
 )
 
@@ -96,7 +96,7 @@ int4_split24 = Plan(
     "bf16 weight and 8 more bits, 4-bit moments, all rounded stochastically: 4.0625 bytes per parameter.",
     master=Split(8, "stochastic"),
     signed=Blocked(4, 64, softsign(0.5), scales.ue8m8, relative=True),
-    nonneg=LogMinMax(4, 64, of="sqrt"),
+    nonneg=LogMinMax(4, 64),
     matrices=8,
 )
 
@@ -119,7 +119,7 @@ int8_rn_split24 = Plan(
     "bf16 weight and 8 more bits, 8-bit moments, all rounded to nearest: 5.0625 bytes per parameter.",
     master=Split(8, "nearest"),
     signed=Blocked(8, 64, softsign(1), scales.ue8m8, rounding="nearest"),
-    nonneg=Blocked(8, 64, linear, scales.ue7m9, signed=False, of="sqrt", rounding="nearest"),
+    nonneg=Blocked(8, 64, linear, scales.ue7m9, signed=False, rounding="nearest"),
     matrices=8,
     discouraged="draws no random bits, the cheapest kernel there is; for runs short enough to live with stuck averages",
 )
@@ -128,50 +128,50 @@ flashoptim = Plan(
     "FlashOptim's storage, number by number: 5.125 bytes per parameter.",
     master=Ecc8(),
     signed=Blocked(8, 32, softsign(1), scales.fp16, rounding="nearest"),
-    nonneg=Blocked(8, 32, linear, scales.fp16, signed=False, of="sqrt", zero="keep", rounding="nearest"),
+    nonneg=Blocked(8, 32, linear, scales.fp16, signed=False, rounding="nearest"),
     small_numel=0,
     discouraged="its checkpoints and results can be compared only by its own numbers",
 )
 
 bnb8 = Plan(
     "bitsandbytes' 8-bit states, number by number: 4.03125 bytes per parameter.",
-    signed=Codebook(codebooks.dynamic(), 8, 256, ties="down", rounding="nearest"),
-    nonneg=Codebook(codebooks.dynamic(signed=False), 8, 256, ties="down", rounding="nearest"),
+    signed=Codebook(codebooks.dynamic(), 8, 256, ties="down"),
+    nonneg=Codebook(codebooks.dynamic(signed=False), 8, 256, ties="down"),
     discouraged="its checkpoints and results can be compared only by its own numbers",
 )
 
 torchao8 = Plan(
     "torchao's 8-bit states, number by number: 4.03125 bytes per parameter.",
-    signed=Codebook(codebooks.dynamic(), 8, 256, scales.FloatScale(least=1e-12), rounding="nearest"),
-    nonneg=Codebook(codebooks.dynamic(signed=False), 8, 256, scales.FloatScale(least=1e-12), rounding="nearest"),
+    signed=Codebook(codebooks.dynamic(), 8, 256, scales.FloatScale(least=1e-12)),
+    nonneg=Codebook(codebooks.dynamic(signed=False), 8, 256, scales.FloatScale(least=1e-12)),
     discouraged="its checkpoints and results can be compared only by its own numbers",
 )
 
 torchao4 = Plan(
     "torchao's 4-bit states, number by number: 3.0625 bytes per parameter.",
-    signed=Codebook(codebooks.dynamic(bits=4), 4, 128, scales.FloatScale(least=1e-12), rounding="nearest"),
-    nonneg=Codebook(codebooks.linear_nozero(4), 4, 128, scales.FloatScale(least=1e-12), rounding="nearest"),
+    signed=Codebook(codebooks.dynamic(bits=4), 4, 128, scales.FloatScale(least=1e-12)),
+    nonneg=Codebook(codebooks.linear_nozero(4), 4, 128, scales.FloatScale(least=1e-12)),
     discouraged="its checkpoints and results can be compared only by its own numbers",
 )
 
 torchao_fp8 = Plan(
     "torchao's states of 8-bit floats, number by number: 4.03125 bytes per parameter.",
-    signed=Fp8("e4m3", 256, scales.FloatScale(least=1e-12 / 448), rounding="nearest"),
-    nonneg=Fp8("e4m3", 256, scales.FloatScale(least=1e-12 / 448), rounding="nearest"),
+    signed=Fp8("e4m3", 256, scales.FloatScale(least=1e-12 / 448)),
+    nonneg=Fp8("e4m3", 256, scales.FloatScale(least=1e-12 / 448)),
     discouraged="its checkpoints and results can be compared only by its own numbers",
 )
 
 lpmm4 = Plan(
     "The 4-bit paper's states, number by number: 3.03125 bytes per parameter.",
-    signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down", rounding="nearest"),
-    nonneg=Rank1(4, vectors=128, rounding="nearest"),
+    signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down"),
+    nonneg=Rank1(4, vectors=128),
     discouraged="its results can be compared only by its own numbers",
 )
 
 lpmm4_factor = Plan(
     "The 4-bit paper's first moment and a factored second one, stored as its code does: 2.53125 bytes per parameter.",
-    signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down", rounding="nearest"),
-    nonneg=Factored(vectors=Rank1(4, vectors=128, rounding="nearest").of_vectors()),
+    signed=Codebook(codebooks.dynamic(bits=4), 4, 128, ties="down"),
+    nonneg=Factored(vectors=Rank1(4, vectors=128).of_vectors()),
     discouraged="its results can be compared only by its own numbers",
 )
 
@@ -179,7 +179,7 @@ int4_factored_split24 = Plan(
     "bf16 weight and 8 more bits, 4-bit first moment, stochastic, factored second one: 3.53125 bytes per parameter.",
     master=Split(8, "stochastic"),
     signed=Blocked(4, 64, softsign(0.5), scales.ue8m8, relative=True),
-    nonneg=Factored(vectors=LogMinMax(4, 64, of="sqrt")),
+    nonneg=Factored(vectors=LogMinMax(4, 64)),
     matrices=8,
 )
 
@@ -187,6 +187,6 @@ int5_factored_split24 = Plan(
     "bf16 weight and 8 more bits, 5-bit first moment, stochastic, factored second one: 3.65625 bytes per parameter.",
     master=Split(8, "stochastic"),
     signed=Blocked(5, 64, softsign(0.5), scales.ue8m8, relative=True),
-    nonneg=Factored(vectors=LogMinMax(5, 64, of="sqrt")),
+    nonneg=Factored(vectors=LogMinMax(5, 64)),
     matrices=8,
 )

@@ -527,9 +527,10 @@ def plans(draw: Callable[..., Any]) -> str:
     bits = lambda least=2: pick(*range(least, 9))  # noqa: E731
     rounding = lambda: pick("", ', rounding="nearest"', ', rounding="stochastic"')  # noqa: E731
     relative = lambda: pick("", ", relative=True")  # noqa: E731
-    curve = lambda: pick("linear", "softsign(1)", "softsign(0.5)", "bent")  # noqa: E731
+    curve = lambda: pick("linear", "softsign(1)", "softsign(0.5)", "softsign(2)")  # noqa: E731
     scale = lambda *more: pick("scales.ue8m8", "scales.fp32", *more)  # noqa: E731
-    table = lambda n: pick(f"codebooks.dynamic(bits={n})", f"codebooks.dynamic(bits={n}, one=False)", "(-1.0, 0.0, 0.3, 1.0)")  # noqa: E731,E501
+    of_roots = ("scales.ue7m9", "scales.fp16")
+    table = lambda n: pick(f"codebooks.dynamic(bits={n})", "(-1.0, 0.0, 0.3, 1.0)")  # noqa: E731
     utable = lambda n: pick(f"codebooks.dynamic(signed=False, bits={n})", f"codebooks.linear_nozero({n})", "(0.01, 0.3, 1.0)")  # noqa: E731,E501
 
     def signed() -> str:
@@ -537,27 +538,24 @@ def plans(draw: Callable[..., Any]) -> str:
         return pick(
             lambda: f"Blocked({bits()}, {block}, {curve()}, {scale('scales.fp16')}{relative()}{rounding()})",
             lambda: pick("floats.f32", "floats.bf16", "floats.f16", "floats.bf16_auto"),
-            lambda: f"Codebook({table(n)}, {n}, {block}, {scale()}{relative()}{rounding()}{pick('', ', ties=' + repr('down'))})",  # noqa: E501
-            lambda: f"Fp8({pick('e4m3', 'e5m2')!r}, {block}, {scale()}{relative()}{rounding()})",
+            lambda: f"Codebook({table(n)}, {n}, {block}, {scale()}{pick('', ', ties=' + repr('down'))})",
+            lambda: f"Fp8({pick('e4m3', 'e5m2')!r}, {block}, {scale()})",
         )()
 
     def nonneg() -> str:
         n = bits()
-        root = pick("", ', of="sqrt"')
-        roots = ("scales.ue7m9", "scales.fp16") if root else ("scales.fp16",)
         few = bits(4)
         return pick(
-            lambda: f"LogMinMax({few}, {block}{pick('', ', of=' + repr('value'))}{rounding()})",
+            lambda: f"LogMinMax({few}, {block}{rounding()})",
             lambda: pick("floats.f32", "floats.bf16", "floats.bf16_auto"),
-            lambda: f"Blocked({n}, {block}, {curve()}, {scale(*roots)}, signed=False{root}{zero()}{rounding()})",
+            lambda: f"Blocked({n}, {block}, {curve()}, {scale(*of_roots)}, signed=False{rounding()})",
             lambda: f"LogMax({few}, {block}, octaves={pick(2.0, 4.0, 7.0)}{rounding()})",
-            lambda: f"Codebook({utable(n)}, {n}, {block}, {scale()}{root}{rounding()})",
-            lambda: f"Fp8({pick('e4m3', 'e5m2')!r}, {block}, {scale()}{rounding()})",
-            lambda: f"Rank1({n}, vectors={block}{rounding()})",
+            lambda: f"Codebook({utable(n)}, {n}, {block}, {scale()})",
+            lambda: f"Fp8({pick('e4m3', 'e5m2')!r}, {block}, {scale()})",
+            lambda: f"Rank1({n}, vectors={block})",
             lambda: f"Factored(vectors={pick('floats.f32', f'LogMinMax({few}, {block})')})",
         )()
 
-    zero = lambda: pick("", ', zero="keep"')  # noqa: E731
     parts = [f"signed={signed()}", f"nonneg={nonneg()}"]
     splits = ("Split(8)", "Split(16)", "Split(8, 'nearest')")
     master = pick("", *splits, "Copy()", "Kahan()", "Ecc8()", "Native('stochastic')")
@@ -565,9 +563,7 @@ def plans(draw: Callable[..., Any]) -> str:
     parts += ["matrices=8"] if pick(0, 1) else []
     parts += [f"initial={pick('floats.bf16', 'floats.bf16_auto')}"] if not pick(1, 1, 0) else []
     parts += [f"small_numel={pick(0, 0, 100)}", 'discouraged="drawn at random"']
-    return "bent = Compander('bent', lambda n: n * (2 - n), lambda y: 1 - sqrt(1 - y))\nplan = Plan(\n" + "".join(
-        f"    {part},\n" for part in ['"Drawn."', *parts]
-    ) + ")"  # fmt: skip
+    return "plan = Plan(\n" + "".join(f"    {part},\n" for part in ['"Drawn."', *parts]) + ")"
 
 
 OF_WRAPPERS = {"max_norm": "clipped", "lookahead_k": "lookahead", "alpha": "lookahead", "damping": "around"}
@@ -956,9 +952,8 @@ class Watched:
         self.case, self.spec, self.trial, self.g, self.step = case, spec, trial, g, trial.step
         self.key, self.kept, self.host = (case.seed, stream_key(k)), trial.decoded(), trial.host
         self.storage = trial.storage(plan, targets.recurrences_of(spec, tuple(sorted(trial.flags.items()))))
-        of = self.storage.states.items()
         # A code times a number, its curve in three operations, the scale; the square doubles these, and is another.
-        curved = {name: 11 for name, f in of if hasattr(f, "compander") or getattr(f, "of", "") == "sqrt"}
+        curved = dict.fromkeys(self.storage.states, 11)
         self.start = Values.decoded(self.kept, self.host, self.step, trial.model, curved)
         trial.param.grad = g.clone()
 

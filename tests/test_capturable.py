@@ -48,7 +48,7 @@ CODED = Plan(
     name="coded",
     master=Split(8, "stochastic"),
     signed=Blocked(8, 16, softsign(1), scales.ue8m8, relative=True),
-    nonneg=LogMinMax(8, 16, of="sqrt"),
+    nonneg=LogMinMax(8, 16),
     small_numel=0,
 )
 

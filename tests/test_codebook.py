@@ -14,7 +14,7 @@ from torch import Tensor
 
 import optgen
 from optgen.base.errors import UserError
-from optgen.formats import Codebook, Format, Fp8, Noise, Plan, codebooks, fp32, ue7m9, ue8m8
+from optgen.formats import Codebook, Format, Fp8, Plan, codebooks, fp32, ue8m8
 from optgen.formats.fp8 import numbers
 from optgen.ir import node as ir
 from optgen.ir.node import Node
@@ -25,7 +25,6 @@ from optgen.ops.tables import CELL, EXACT, NEVER, after, book, cell_ends
 from optgen.runtime.cpu import native
 from optgen.runtime.layout import workspace
 from optgen.runtime.work import counting
-from optgen.verify.bounds import one_step_bound
 from optgen.verify.lint import lint
 from specs import plans
 from tests import harness
@@ -54,17 +53,6 @@ def test_dynamic_maps_are_those_of_the_packages(signed: bool, bits: int) -> None
         assert torch.equal(theirs, of_bitsandbytes(signed))
 
 
-@pytest.mark.parametrize("bits", [4, 5, 8])
-def test_repaired_maps(bits: int) -> None:
-    """With -1 and without 0; every other ratio of neighbours stays."""
-    whole, symmetric = codebooks.dynamic(True, bits), codebooks.dynamic(True, bits, one=False)
-    assert symmetric == tuple(-x for x in reversed(symmetric))
-    assert symmetric[-1] == 1
-    ratio = f32(whole[:-1]) / whole[-2]
-    assert torch.equal(f32(symmetric).view(torch.int32)[1:-1], ratio.view(torch.int32)[1:-1])
-    assert codebooks.dynamic(False, bits, zero=False) == codebooks.dynamic(False, bits)[1:]
-
-
 def test_what_the_missing_number_does_is_what_the_format_says() -> None:
     """A block whose largest magnitude is negative, stored ten times."""
     for fmt, kept in ((plans.bnb8.signed, 0.9319), (plans.torchao4.signed, 0.8875**10)):
@@ -74,11 +62,6 @@ def test_what_the_missing_number_does_is_what_the_format_says() -> None:
             x = fmt.decode(fmt.encode(x))
         assert float(x.min()) == pytest.approx(-kept, abs=1e-4)
         assert fmt.shrinks**10 == pytest.approx(kept, abs=1e-4)
-    fmt = Codebook(codebooks.dynamic(one=False), 8, 256, rounding="nearest")
-    x = torch.linspace(-1, 0.5, 256)[None, None]
-    once = fmt.decode(fmt.encode(x))
-    assert float(once.min()) == -1
-    assert torch.equal(fmt.decode(fmt.encode(once)), once)
 
 
 # -- codes and numbers, beside the packages' own functions
@@ -107,8 +90,8 @@ def quantized_by_torchao(x: Tensor, fmt: Codebook | Fp8) -> tuple[Tensor, Tensor
 PAPER8 = plans.bnb8.but(
     "The blocks of the paper, arXiv:2110.02861.",
     name="paper8",
-    signed=Codebook(codebooks.dynamic(), 8, 2048, ties="down", rounding="nearest"),
-    nonneg=Codebook(codebooks.dynamic(signed=False), 8, 2048, ties="down", rounding="nearest"),
+    signed=Codebook(codebooks.dynamic(), 8, 2048, ties="down"),
+    nonneg=Codebook(codebooks.dynamic(signed=False), 8, 2048, ties="down"),
 )
 
 PEERS: dict[str, tuple[Plan, Callable[..., tuple[Tensor, Tensor]]]] = {
@@ -179,7 +162,7 @@ def test_every_end_of_a_cell_is_that_of_the_package(name: str, kind: str) -> Non
 @pytest.mark.parametrize(("kind", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
 def test_floats_are_torchs(kind: Any, dtype: torch.dtype) -> None:
     """Every code reads as torch reads it; every end of a cell, and one place to both sides, rounds as torch rounds."""
-    fmt = Fp8(kind, 16, rounding="nearest")
+    fmt = Fp8(kind, 16)
     codes = torch.arange(256, dtype=torch.uint8)
     floats = codes.view(dtype).float()
     number = floats.isfinite()
@@ -197,57 +180,18 @@ def test_floats_are_torchs(kind: Any, dtype: torch.dtype) -> None:
 # -- both
 
 
-CURVED = (*(-((k / 7) ** 1.5) for k in range(7, 0, -1)), 0.0, *((k / 8) ** 1.5 for k in range(1, 9)))
 SQUARES = tuple((k / 16) ** 2 for k in range(1, 17))
-STOCHASTIC: list[Format] = [
-    Codebook(codebooks.dynamic(), 8, 16, rounding="stochastic"),
-    Codebook(codebooks.dynamic(False, 4, zero=False), 4, 16, ue8m8, rounding="stochastic"),
-    Codebook(CURVED, 4, 16, rounding="stochastic"),
-    Fp8("e4m3", 16, rounding="stochastic"),
-    Fp8("e5m2", 16, ue8m8, rounding="stochastic"),
-]
-
-
-@pytest.mark.parametrize("fmt", STOCHASTIC, ids=str)
-def test_stochastic_rounding_is_unbiased(fmt: Any) -> None:
-    """The mean over all random bits that there are is the number, within the last of them of a cell."""
-    low = -0.95 if fmt.signed else 0.01
-    x = torch.zeros(200, 1, 16)
-    x[:, 0, 0], x[:, 0, 1] = 1.0, torch.linspace(low, 1, 200)
-    x[:, 0, 2] = f32(fmt.table)[torch.arange(200) % len(fmt.table)] if isinstance(fmt, Codebook) else 0.25
-    total, words, some = torch.zeros(200, 2, dtype=torch.float64), 1 << fmt.noise_bits, 128
-    for first in range(0, words, some):  # a row of blocks for each word
-        word = torch.arange(first, first + some, dtype=torch.int32)[:, None, None].expand(some, 200, 16)
-        block = x.view(1, 200, 16).expand(some, 200, 16)
-        read = fmt.decode(fmt.encode(block, noise=Noise(word, 0, fmt.noise_bits)))[..., 1:3]
-        total += read.double().sum(0)
-    cell = one_step_bound(fmt).value * (1 + fmt.scale.excess)
-    assert float((total[:, 0] / words - x[:, 0, 1]).abs().max()) <= cell * 2.0**-12
-    # What is an entry stays one: its mean over 4096 draws has no error but that of the scale's own rounding.
-    if fmt.scale is fp32 and isinstance(fmt, Codebook):
-        assert torch.equal((total[:, 1] / words).float(), x[:, 0, 2])
-
-
+CURVED = (*(-((k / 7) ** 1.5) for k in range(7, 0, -1)), 0.0, *((k / 8) ** 1.5 for k in range(1, 9)))
 ISAS = [isa.name for isa in native.ISAS if isa.needs <= native.cpu_flags() and isa.name != "avx512"]
 SHAPES = [(), (1,), (257,), (5, 70), (3, 320)]
 WILD = tuple(sorted({0.0, 1.0, *[((i * 7919) % 251 - 125) / 126 for i in range(40)]}))
 BUILT = {
     name: PEERS[name][0] for name in ("bnb8", "paper8")  # the other packages' plans: tests/test_product.py
 } | {
-    "dynamic_stochastic": Plan(
-        "Repaired maps.", name="dynamic_stochastic", discouraged="a test",
-        signed=Codebook(codebooks.dynamic(True, 5, one=False), 5, 64, ue8m8, rounding="stochastic", relative=True),
-        nonneg=Codebook(codebooks.dynamic(False, 6, zero=False), 6, 64, ue8m8, rounding="stochastic"),
-    ),
     "tables": Plan(
         "Tables without a law.", name="tables", discouraged="a test",
-        signed=Codebook(WILD, 6, 64, ue8m8, rounding="stochastic"),
-        nonneg=Codebook(SQUARES, 4, 64, ue7m9, of="sqrt", rounding="nearest"),
-    ),
-    "floats": Plan(
-        "Floats.", name="floats", discouraged="a test",
-        signed=Fp8("e5m2", 64, ue8m8, rounding="stochastic"),
-        nonneg=Fp8("e4m3", 64, ue8m8, rounding="stochastic"),
+        signed=Codebook(WILD, 6, 64, ue8m8),
+        nonneg=Codebook(SQUARES, 4, 64, ue8m8),
     ),
 }  # fmt: skip
 
@@ -281,8 +225,8 @@ def test_every_backend_has_the_same_bits(name: str, tmp_path: Path) -> None:
 LONG = tuple(sorted({0.0, *(x * abs(x) for i in range(254) if (x := ((i * 7919) % 509 - 254) / 254))}))
 IN_MEMORY = Plan(
     "Long tables without a law.", name="in_memory", discouraged="a test", small_numel=0,
-    signed=Codebook(LONG, 8, 16, name="long"),
-    nonneg=Codebook(tuple(x for x in LONG if x >= 0), 7, 16, rounding="nearest", name="long_unsigned"),
+    signed=Codebook(LONG, 8, 16),
+    nonneg=Codebook(tuple(x for x in LONG if x >= 0), 7, 16),
 )  # fmt: skip
 
 
@@ -317,8 +261,8 @@ def test_long_tables_are_read_from_memory(
         for key, value in opt.state[p].items():
             assert key == "step" or harness.same_bits(value, other.state[q][key]), key
     sent = workspace._on.cache_info().misses
-    # The entries of each codebook, and what is searched: of the signed one for both ways of rounding.
-    assert sent == (5 if rule == "adamw" else 3)
+    # The entries of each codebook, and what is searched.
+    assert sent == (4 if rule == "adamw" else 2)
 
 
 # -- the law of a table, in fast maths
@@ -345,13 +289,13 @@ def computed(root: Node, x: Any) -> Any:
 
 NUMBER, CODE = (values.Value(ir.load("x", dtype, spaces.elem)) for dtype in (dtypes.f32, dtypes.i32))
 LAWFUL = [codebooks.dynamic(s, b) for s, b in ((True, 8), (False, 8), (True, 4), (True, 5), (False, 6))]
-LAWFUL += [codebooks.dynamic(True, 8, one=False), codebooks.dynamic(False, 8, zero=False), codebooks.linear_nozero(4)]
+LAWFUL += [codebooks.linear_nozero(4)]
 
 
 @pytest.mark.parametrize("table", LAWFUL, ids=lambda t: t.name)
 @pytest.mark.parametrize("ties", ["up", "down"])
 def test_lines_say_what_the_table_says(table: codebooks.Numbers, ties: str) -> None:
-    """Exhaustively: every entry within 2^-20, every end of a cell within 2^-12 of a cell, every place likewise."""
+    """Exhaustively: every entry within 2^-20, every end of a cell within 2^-12 of a cell."""
     found = book(tuple(table), 8 if len(table) > 64 else 6 if len(table) > 32 else 5, ties, table.name)
     law = found.entries.law
     assert len(law.search) + len(law.lookup) <= 20
@@ -363,20 +307,6 @@ def test_lines_say_what_the_table_says(table: codebooks.Numbers, ties: str) -> N
     for side in (-1, 1):
         numbers = (ends + side * CELL * gaps).astype(np.float32)
         assert (computed(decompose.search(NUMBER, law).node, numbers) == codes[1:] - (side < 0)).all()
-    between = np.concatenate([np.linspace(entries[0], entries[-1], 4001, dtype=np.float32), entries])
-    place = computed(decompose.place(NUMBER, law).node, between)
-    exact = values.place(torch.from_numpy(between), found.entries).numpy()
-    assert (np.abs(place - exact) <= CELL).all()
-
-
-def test_no_place_is_above_the_last_entry() -> None:
-    """The line to a last entry that is near the one before is steep, and a quotient may be a place above 1."""
-    for gap in (1e-2, 1e-4, 1e-5, 1e-6):
-        table = (*(float(np.float32(k / 14 * (1 - gap))) for k in range(15)), 1.0)
-        law = book(table, 4, "up", "steep").entries.law
-        assert law.top is not None
-        x = np.array([1.0, after(1.0), after(1.0, 4)], np.float32)
-        assert (computed(decompose.place(NUMBER, law).node, x) <= len(table) - 1).all()
 
 
 def test_tables_without_a_law_have_none() -> None:
@@ -395,37 +325,24 @@ def test_what_the_lint_says() -> None:
         return {(f.code, f.severity) for f in lint({"s": Recurrence("ema", 0.999 if nonneg else 0.9)}, storage)}
 
     signed, unsigned = codebooks.dynamic(), codebooks.dynamic(False)
-    assert codes(Codebook(signed), nonneg=False) == {("L12", "warning")}
-    assert codes(Codebook(codebooks.dynamic(one=False)), nonneg=False) == set()
-    assert codes(Codebook(signed, rounding="nearest"), nonneg=False) == {("L12", "warning"), ("L1", "error")}
-    assert codes(Codebook((-1.0, -0.5, 0.5, 1.0), 2), nonneg=False) == {("L3", "error")}
-    assert codes(Codebook(unsigned), nonneg=True) == {("L13", "warning")}
-    assert codes(Codebook(codebooks.dynamic(False, zero=False)), nonneg=True) == set()
-    assert codes(Codebook(unsigned, rounding="nearest"), nonneg=True) == {("L13", "warning"), ("L2", "error")}
-    assert codes(Codebook((0.25, 0.5), 2), nonneg=True) == {("L12", "warning")}
-    assert codes(Fp8("e4m3"), nonneg=False) == set()
-    assert codes(Fp8("e4m3"), nonneg=True) == {("L13", "warning")}
+    assert codes(Codebook(signed), nonneg=False) == {("L12", "warning"), ("L1", "error")}
+    assert ("L3", "error") in codes(Codebook((-1.0, -0.5, 0.5, 1.0), 2), nonneg=False)
+    assert codes(Codebook(unsigned), nonneg=True) == {("L13", "warning"), ("L2", "error")}
+    assert codes(Codebook((0.25, 0.5), 2), nonneg=True) == {("L12", "warning"), ("L2", "error")}
+    assert codes(Fp8("e4m3"), nonneg=False) == {("L1", "error")}
+    assert codes(Fp8("e4m3"), nonneg=True) == {("L13", "warning"), ("L2", "error")}
     assert ("L5", "error") in codes(plans.torchao_fp8.signed, nonneg=False)
 
 
 def test_numbers_beyond_the_table_read_as_its_ends() -> None:
     """A table without 1: what lies above its last number, and below its first, stays at these."""
-    for rounding in ("nearest", "stochastic"):
-        fmt = Codebook((-0.5, -0.25, 0.0, 0.25, 0.75), 3, 16, rounding=rounding)  # type: ignore[arg-type]
-        x = torch.zeros(1, 1, 16)
-        x[0, 0, :3] = f32([1.0, -1.0, 0.9])
-        noise = Noise(torch.full(x.shape, 4095, dtype=torch.int32), 0, 12) if fmt.noise_bits else None
-        assert fmt.decode(fmt.encode(x, noise=noise))[0, 0, :3].tolist() == [0.75, -0.5, 0.75]
+    fmt = Codebook((-0.5, -0.25, 0.0, 0.25, 0.75), 3, 16)
+    x = torch.zeros(1, 1, 16)
+    x[0, 0, :3] = f32([1.0, -1.0, 0.9])
+    assert fmt.decode(fmt.encode(x))[0, 0, :3].tolist() == [0.75, -0.5, 0.75]
 
 
-@pytest.mark.parametrize(
-    "fmt",
-    [
-        Codebook(codebooks.dynamic(signed=False), 8, 16, ue8m8, of="sqrt", rounding="nearest"),
-        *(Fp8(kind, 16, scale, rounding="nearest") for kind in ("e4m3",) for scale in (fp32, ue8m8)),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("fmt", [Fp8("e4m3", 16, scale) for scale in (fp32, ue8m8)], ids=str)
 def test_the_largest_numbers_stay_numbers(fmt: Any) -> None:
     """A scale that is rounded up may lie beyond the range of f32, or its square."""
     tops = NEVER * (1 - torch.arange(0, 400, dtype=torch.float64) * 2.0**-15)
@@ -448,9 +365,7 @@ def by_last_size(p, g, size=state(nonneg), *, lr=hyper(1.0, ge=0)):
     return p, size
 
 
-UNSIGNED: list[Format] = [Codebook(codebooks.linear_nozero(4), 4, 64)]
-UNSIGNED += [Codebook(codebooks.dynamic(False, 8), 8, 64, rounding="nearest")]
-UNSIGNED += [Fp8("e4m3", 64), Fp8("e5m2", 64, rounding="nearest")]
+UNSIGNED: list[Format] = [Codebook(codebooks.dynamic(False, 8), 8, 64), Fp8("e4m3", 64), Fp8("e5m2", 64)]
 
 
 @pytest.mark.parametrize("fmt", UNSIGNED, ids=str)

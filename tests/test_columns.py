@@ -25,10 +25,7 @@ NAMES = [f"one_of_many_long_names_{k}" for k in range(9)]
         f"    x = {' + '.join(NAMES)}",
         f"    return {', '.join(f'g({name})' for name in NAMES)}",
         f"    x = f(a) * (({' - '.join(NAMES)}).to(y, z=True) >> 3 & h(i(b, c), d))  # 30  the author's line",
-        f"    {', '.join(NAMES)} = f(a, b, c)",
         f"    # a comment of {' '.join(NAMES)}",
-        f"X = {{\n    \"key\": '{' '.join(NAMES)}',\n}}",
-        f"{', '.join(NAMES)} = f(\n    a, b,\n)",
     ],
 )
 def test_a_broken_line_is_the_same_program(line: str) -> None:

@@ -14,8 +14,8 @@ from optgen.driver.judge import judge, look
 from optgen.driver.memory import memory
 
 from optgen.formats import (  # isort: skip
-    Blocked, Codebook, Factored, Field, Format, Fp8, LogMax, LogMinMax, Noise, Plan, Rank1, codebooks, compander, f16,
-    f32, floats, fp16, linear, measured, softsign, ue7m9,
+    Blocked, Codebook, Factored, Field, Format, Fp8, LogMax, LogMinMax, Noise, Plan, Rank1, codebooks, f16, f32,
+    floats, fp16, linear, measured, softsign, ue7m9,
 )  # fmt: skip
 from optgen.formats import bf16 as plain_bf16
 from optgen.formats.companders import HALF
@@ -38,14 +38,13 @@ NEAREST = Blocked(8, 64, softsign(1), rounding="nearest")
 RANDOM = Blocked(8, 64, softsign(1), rounding="stochastic")
 MINMAX = LogMinMax(8, 64, rounding="nearest")
 TABLES = codebooks.dynamic(), codebooks.dynamic(signed=False)
-own = compander("root", lambda n: sqrt(n), lambda y: y * y)
-ROOTS = Blocked(8, 64, linear, ue7m9, signed=False, of="sqrt", rounding="nearest")
+ROOTS = Blocked(8, 64, linear, ue7m9, signed=False, rounding="nearest")
 MOVING = [
     ROOTS,
-    Blocked(8, 64, softsign(1), ue7m9, signed=False, of="sqrt", rounding="nearest"),
-    Codebook(codebooks.dynamic(signed=False), 8, 64, rounding="nearest"),
-    Rank1(8, vectors=64, rounding="nearest"),
-    Rank1(8, vectors=64, rounding="nearest").of_vectors(),
+    Blocked(8, 64, softsign(1), ue7m9, signed=False, rounding="nearest"),
+    Codebook(codebooks.dynamic(signed=False), 8, 64),
+    Rank1(8, vectors=64),
+    Rank1(8, vectors=64).of_vectors(),
 ]
 GRID = LogMax(8, 64, octaves=8.0, rounding="nearest")
 STILL = [plain_bf16, MINMAX, GRID]
@@ -87,9 +86,8 @@ def codes(fmt: Format, recurrence: Recurrence, *, nonneg: bool = False, severity
         (NEAREST, Recurrence("constant"), False, []),
         (NEAREST, Recurrence("multiplicative"), False, ["L10"]),
         (MINMAX.rounded("stochastic"), Recurrence("multiplicative"), True, []),
-        (Rank1(2, rounding="nearest"), EMA999, True, ["L2"]),
-        (Rank1(4, rounding="nearest"), EMA999, True, ["L2"]),
-        (Rank1(4, rounding="stochastic"), EMA999, True, []),
+        (Rank1(2), EMA999, True, ["L2"]),
+        (Rank1(4), EMA999, True, ["L2"]),
         (Factored(), EMA999, True, []),
         (f16.rounded("stochastic"), EMA9, False, ["L5"]),
         (Blocked(8, 64, softsign(1), fp16, rounding="stochastic"), EMA9, False, ["L5", "L6"]),
@@ -185,9 +183,9 @@ def test_a_format_of_ones_own_keeps_a_second_moment_or_is_refused() -> None:
     [
         (f32, 2.0**-23, 0.0),
         (plain_bf16, 2.0**-7, 0.0),
-        (Codebook(codebooks.linear_nozero(4), 4, 64, rounding="nearest"), 1.0, 0.0),  # from 1 / 16 to 2 / 16
+        (Codebook(codebooks.linear_nozero(4), 4, 64), 1.0, 0.0),  # from 1 / 16 to 2 / 16
         (ROOTS, HALF**-2 - 1, 2.0**-20),  # code 0 reads as half a code, almost
-        (replace(ROOTS, zero="keep"), math.inf, 0.0),
+        (replace(ROOTS, scale=fp16), math.inf, 0.0),
         (MINMAX, (19 / 17) ** 2 - 1, 2.0**-20),  # four cells of half an octave, of which the middles are kept
         (GRID, (1 + GRID.step / 2**23) ** 2 - 1, GRID.step / 2**23),  # its points come as near to powers of two
     ],
@@ -282,9 +280,9 @@ def test_numbers_that_stay_keep_a_maximum(fmt: Format) -> None:
 @pytest.mark.parametrize(
     "fmt",
     [
-        *(Fp8(kind, 16, rounding="nearest") for kind in ("e4m3", "e5m2")),
-        *(Codebook(table, 8, 16, rounding="nearest") for table in TABLES),
-        Rank1(4, vectors=16, rounding="nearest").of_vectors(),
+        *(Fp8(kind, 16) for kind in ("e4m3", "e5m2")),
+        *(Codebook(table, 8, 16) for table in TABLES),
+        Rank1(4, vectors=16).of_vectors(),
     ],
     ids=str,
 )

@@ -17,7 +17,6 @@ from optgen.driver.compile import compile as compiled
 from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, Split, scales, softsign
 from optgen.formats.bound import ROUNDOFF
 from optgen.formats.factored import LOWEST, SMALLEST_NORMAL
-from optgen.formats.format import Noise
 from optgen.formats.scales import SMALLEST
 from optgen.lang import flag, hyper, nonneg, optimizer, row_mean, sqrt, state
 from optgen.ops import dtypes
@@ -33,7 +32,7 @@ from specs.adamw import adamw
 from tests import harness, oracles
 from tests.test_cpp_stages import compare, train
 
-NEAREST = Rank1(4, rounding="nearest")
+NEAREST = Rank1(4)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -153,19 +152,6 @@ def test_storing_is_within_its_bound_and_storing_twice_is_storing_once(fmt: Rank
     assert torch.equal(fmt.code(again), fmt.code(parts))
 
 
-def test_stochastic_codes_are_right_on_average() -> None:
-    """Every noise word once: the mean of what is read is the number, to half a step of the noise."""
-    fmt = Rank1(4, rounding="stochastic")
-    words = torch.arange(1 << fmt.noise_bits, dtype=torch.int32) << (32 - fmt.noise_bits)
-    x = torch.tensor([[1.0, 0.53125, 0.3, 0.0625]])
-    total = torch.zeros(4, dtype=torch.float64)
-    noise = Noise(words[:, None, None].expand(-1, 1, 4), 32 - fmt.noise_bits, fmt.noise_bits)
-    parts = fmt.encode(x.expand(len(words), 1, 4), noise=noise)
-    # Of a row alone every column's largest is the element itself: the scale is read from the whole.
-    total = fmt.decode({**parts, "row": torch.ones(1, 1, 1), "col": torch.ones(1, 1, 1)}).double().mean((0, 1))
-    assert torch.allclose(total, torch.ones(4, dtype=torch.float64), atol=2.0**-16)
-
-
 def test_not_a_number_stays_in_its_row_and_column_and_an_infinity_in_its_element() -> None:
     x = random(6, 10)
     x[2, 3] = math.nan
@@ -232,7 +218,7 @@ ROOTED = Plan(
     "Rank-1 moments.",
     name="rooted",
     signed=Blocked(6, 32, softsign(1)),
-    nonneg=Rank1(6, vectors=32, rounding="nearest"),
+    nonneg=Rank1(6, vectors=32),
     small_numel=0,
     discouraged=DRAGGED,
 )

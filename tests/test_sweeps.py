@@ -145,7 +145,7 @@ def compiled(spec: Spec, plan: Plan, case: Case, folder: Path) -> tuple[Variant,
 
 def kernels_of_wide_blocks(block: int, folder: Path) -> Any:
     """CAME's."""
-    plan = plans.int8_split24.but(signed=Blocked(8, block), nonneg=LogMinMax(8, block, of="sqrt"), name="wide")
+    plan = plans.int8_split24.but(signed=Blocked(8, block), nonneg=LogMinMax(8, block), name="wide")
     return compiled(came, plan, next(targets.cases(came, plan)), folder)[1]
 
 

@@ -51,7 +51,7 @@ def coded(block: int) -> Plan:
         name=f"blocks{block}",
         master=Split(8, "stochastic"),
         signed=Blocked(8, block, softsign(1), scales.ue8m8, relative=True),
-        nonneg=LogMinMax(8, block, of="sqrt"),
+        nonneg=LogMinMax(8, block),
         small_numel=0,
     )
 

@@ -66,26 +66,17 @@ def _broken(line: str, mark: str) -> list[str]:
     code, found, comment = body.partition(f"  {mark} ")
     if found:
         return [*_filled(comment, f"{indent}{mark} "), *_broken(indent + code.rstrip(), mark)]
-    entry = re.fullmatch(r"(\"\w+\": )(?:'([^'\\]*)'|\"([^\"\\]*)\"),", body)
-    if entry is not None:  # of a dict: neighbouring strings are one
-        parts = textwrap.wrap(entry[2] or entry[3], LIMIT - len(indent) - 8, drop_whitespace=False)
-        return [f"{indent}{entry[1]}(", *(f"{indent}    {part!r}" for part in parts), f"{indent}),"]
     spans = _spans(body)
     first, last = max(spans, key=lambda s: s[1] - s[0], default=(0, 0))
     if 2 * (last - first) < len(body) or len(indent) + first + 1 > LIMIT:
         if mark != "#":
             return textwrap.wrap(body, LIMIT, initial_indent=indent, subsequent_indent=indent + "    ")
         statement = re.match(r"return |[\w, ]+ = ", body)
-        if statement is not None and body.endswith("("):  # it goes on in the next line
-            names = _inside(statement.group()[:-3], indent + "    ", mark)
-            return [f"{indent}(", *names, f"{indent}) = {body[statement.end() :]}"]
-        if statement is not None:
-            inner, lead = _inside(body[statement.end() :], indent + "    ", mark), [indent + statement.group() + "("]
-            if len(lead[0]) > LIMIT:
-                lead = [f"{indent}(", *_inside(statement.group()[:-3], indent + "    ", mark), f"{indent}) = ("]
-            return [*lead, *inner, f"{indent})"]
-        if not spans:
+        if body.endswith("(") or statement is None and not spans:  # it goes on in the next line
             return [line]
+        if statement is not None:
+            inner = _inside(body[statement.end() :], indent + "    ", mark)
+            return [f"{indent}{statement.group()}(", *inner, f"{indent})"]
     head, inner_text, tail = body[: first + 1], body[first + 1 : last], body[last:]
     return [indent + head, *_inside(inner_text, indent + "    ", mark), *_broken(indent + tail, mark)]
 

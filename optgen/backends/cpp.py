@@ -36,7 +36,6 @@ NAN = 0x7FC00000  # f32, without a payload
 WORTH = 6  # operations from which on a loop of their own pays
 
 _TYPE: Mapping[str, str] = {"f32": "F", "bool": "M"}  # all else is whole numbers, or bits, in an I
-KEPT: Mapping[str, str] = {"F": "float", "I": "int32_t", "M": "int32_t"}
 STORED: Mapping[str, str] = {
     "f32": "float", "bf16": "uint16_t", "f16": "uint16_t", "i32": "int32_t", "i16": "int16_t", "i8": "int8_t",
     "u8": "uint8_t", "u4": "uint8_t", "u2": "uint8_t", "u1": "uint8_t",
@@ -310,20 +309,14 @@ class Phase:
         ends = [r.args[0] for r in self.reductions] + [wanted(s.node) for s in self.stores]
         return [let.node for let in self.elements] + ends
 
-    @property
-    def block_roots(self) -> list[Node]:
-        """The nodes that the blocks' stage computes."""
-        return [let.node for let in self.blocks] + [s.node for s in self.block_stores]
-
 
 class Phases:
-    """The phases of a sweep: the one that computes each value, and the values that outlive theirs.
+    """The phases of a sweep: the one that computes each value.  Values of elements are computed again where a later
+    phase reads them, from what it was given.
 
     reserved  names that a value may not have
     head      node -> its name, of nodes that stand before all loops
     raw       uids of loads that stay as they were loaded, such as a byte of each lane
-    kept      values of elements that a later phase reads
-    across    values of blocks that other loops read
     """
 
     def __init__(self, schedule: Schedule, reserved: frozenset[str], head: Mapping[int, str] | None = None) -> None:
@@ -337,13 +330,11 @@ class Phases:
         # Scalars keep their position; a name that means something here gets another.
         self.scalar = {let.name: self.fresh(let.name) for let in self.program.host}
         self.phases = self._phases(sweep)
-        # Loads that a later phase reads again are kept as whole numbers, all others stay as they were loaded.
+        # Loads that the elements' loop reads of blocks are whole numbers, all others stay as they were loaded.
         loads = frozenset(n.uid for n in self.nodes if n.op == "load" and n.dtype.name in _RAW)
         self.raw = loads
-        self._find_kept()
-        self.raw = loads - {n.uid for n in (*self.kept, *self.across)}
+        self.raw = loads - {n.uid for phase in self.phases for n in self.of_elements(phase)[0]}
         self._drop_unread()
-        self._find_kept()
 
     def _phases(self, sweep: Sweep) -> list[Phase]:
         """Return the phases with their work; every buffer is read in the first, before any is written."""
@@ -384,11 +375,6 @@ class Phases:
         """Return the address of what a load reads."""
         return f"{load.attr}_at + {'b' if load.space.name == 'block' else 'i'}"
 
-    def _trivial(self, n: Node) -> bool:
-        """Return True if n costs less to compute again than to keep: another look at a named value, or noise."""
-        looks = n.op in ("abs", "neg", "bitcast") and n.space.name == "elem"
-        return n.op == "draw" or (looks and n.args[0].uid in self.name)
-
     def operands(self, n: Node) -> tuple[Node, ...]:
         """Return the nodes that the text of a node reads."""
         found = idiom(n)
@@ -410,7 +396,7 @@ class Phases:
             phase.elements = [let for let in phase.elements if let.node.uid in seen]
 
     def walk(self, roots: list[Node], own: Container[int]) -> tuple[list[Node], set[Node]]:
-        """Return the named values of other loops that code for `roots` reads, in its order, and what it computes.
+        """Return the named values of blocks that code for `roots` reads, in its order, and what it computes.
 
         own  uids of the lets among the roots
         """
@@ -422,29 +408,16 @@ class Phases:
             if n in seen:
                 continue
             seen.add(n)
-            if n.uid in self.name and n.uid not in own and not self._trivial(n):
+            is_block = n.space.name == "block" and n.dtype is not dtypes.boolean
+            if is_block and n.uid in self.name and n.uid not in own:
                 read.append(n)
             else:
                 stack.extend(reversed(self.operands(n)))
         return read, seen - set(read)
 
     def of_elements(self, phase: Phase) -> tuple[list[Node], set[Node]]:
-        """Return the values of other loops that the elements' loop of a phase reads, and the nodes that it computes."""
+        """Return the values of blocks that the elements' loop of a phase reads, and the nodes that it computes."""
         return self.walk(phase.roots, {let.node.uid for let in phase.elements})
-
-    def read_of_blocks(self, phase: Phase) -> list[Node]:
-        """Return the values of other loops that the blocks' stage of a phase reads, but for what it has reduced."""
-        read, _ = self.walk(phase.block_roots, {let.node.uid for let in phase.blocks})
-        return [n for n in read if n not in phase.found]
-
-    def _find_kept(self) -> None:
-        kept, across = dict[Node, None](), dict[Node, None]()
-        for phase in self.phases:
-            read, _ = self.of_elements(phase)
-            kept |= dict.fromkeys(n for n in read if n.space.name != "block")
-            across |= dict.fromkeys(n for n in read if n.space.name == "block")
-            across |= dict.fromkeys(self.read_of_blocks(phase))
-        self.kept, self.across = list(kept), list(across)
 
 
 def assigned(plan: Phases, let: Let, printer: CppPrinter) -> tuple[str, str]:
@@ -485,11 +458,3 @@ def _shifted(node: Node) -> tuple[Node, int, int] | None:
         bits = int(node.args[1].attr)
         return (node.args[0], bits, size) if bits + size <= 32 and node.space.name == "elem" else None
     return None
-
-
-def keep(n: Node, name: str, at: str) -> str:
-    return f"store({name}_kept + {at}, {f'to_int({name})' if type_of(n.dtype) == 'M' else name});"
-
-
-def read_kept(n: Node, name: str, at: str) -> str:
-    return f"load({name}_kept + {at})" + (" != I(0)" if type_of(n.dtype) == "M" else "")

@@ -5,12 +5,12 @@ A codec is a struct of the fields of a value in a tile: how they are read, and h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from optgen.backends import cpp
 from optgen.backends.codec import ROOT, CodecText, X
-from optgen.backends.cpp import KEPT, STORED, CppPrinter, Phases, assigned, keep, read_kept, stored, tables, type_of
+from optgen.backends.cpp import STORED, CppPrinter, Phases, assigned, stored, tables, type_of
 from optgen.backends.cpp_text import NAMES, reached
 from optgen.backends.printer import computed, with_comments
 from optgen.backends.triton_text import C
@@ -45,10 +45,6 @@ class _CodecPhases(Phases):
         if name in ("row", "mat"):
             return f"{self.new}{load.attr}_at + (unsigned)(i & mask)"
         return super().place(load) if name != "col" else f"{self.new}{load.attr}_at + i"
-
-    def _trivial(self, n: Node) -> bool:
-        looks = n.op in ("abs", "neg", "bitcast") and n.space.name == "elem"
-        return super()._trivial(n) or (looks and n.args[0].uid in self.head)
 
 
 def _buffers(codec: CodecText) -> list[Buffer]:
@@ -169,13 +165,6 @@ def _set(name: str, members: Mapping[str, str]) -> str:
     return f"of_{name.lower()}.set(b, {', '.join(x for names in _by_kind(members).values() for x in names)});"
 
 
-def _arrays(arrays: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Return the declarations of arrays, name -> (type, size): those of a type in one."""
-    kinds = dict.fromkeys(kind for kind, _ in arrays.values())
-    of = {kind: [f"{x}_kept[{size}]" for x, (its, size) in arrays.items() if its == kind] for kind in kinds}
-    return [f"{kind} {', '.join(names)};" for kind, names in of.items()]
-
-
 def _scalar_lines(plan: Phases, step: Step) -> list[str]:
     """The lines that compute what is made of constants and c alone."""
     printer = CppPrinter(plan)
@@ -247,7 +236,7 @@ class _Encoder:
     """The members of a struct that stores; the members of none where nothing is given.
 
     constants  those of `Codec` in sweep.h, which need not be given where they are the same
-    arrays     name -> (type, size)
+    arrays     what is found of each block: name -> size
     heads      loop -> the struct of what it reads and finds of a block
     functions  (name, loop; -1 for a function of all loops) -> lines
     rooted     True if the first loop begins with the root of the new value
@@ -256,7 +245,7 @@ class _Encoder:
     """
 
     constants: Mapping[str, int]
-    arrays: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    arrays: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[int, list[str]] = field(default_factory=dict)
     functions: Mapping[tuple[str, int], list[str]] = field(default_factory=dict)
     rooted: bool = False
@@ -268,17 +257,14 @@ class _Encoder:
         given, rooted = _given(step)
         plan, block = _CodecPhases(step, given, "new_"), _block(codec)
         loops = [_Loop(plan, k, block) for k in range(len(plan.phases))]
-        few = _in_arrays(plan, loops)
         size = f"most_of({block}) / {block}"
-        kept = [(n, f"most_of({block})") for n in plan.kept] + [(n, size) for n in few]
-        arrays = {plan.name[n.uid]: (f"alignas(64) {KEPT[type_of(n.dtype)]}", m) for n, m in kept}
-        arrays |= {plan.name[n.uid]: ("I", size) for loop in loops for n in loop.phase.reductions}
+        arrays = {plan.name[n.uid]: size for loop in loops for n in loop.phase.reductions}
         simple = len(loops) == 1 and not plan.phases[0].blocks
         heads = {loop.k: [] if simple else loop.struct() for loop in loops}
         scalars = _scalar_lines(plan, step)
         functions: dict[tuple[str, int], list[str]] = {}
         for loop in loops:
-            functions |= {(name, loop.k): lines for name, lines in loop.functions(scalars, few, simple).items()}
+            functions |= {(name, loop.k): lines for name, lines in loop.functions(scalars, simple).items()}
         if packed := [b for b in _buffers(codec) if b.dtype.packed]:
             functions["pack_codes", -1] = _pack_codes(packed)
         return cls(_constants(plan, loops, given), arrays, heads, functions, rooted, simple, codec.given)
@@ -321,12 +307,13 @@ class _Encoder:
         constants = [f"{name} = {n}" for name, n in self.constants.items() if base.constants[name] != n]
         out = [f"static constexpr int {', '.join(constants)};"] if constants else []
         out += ["static constexpr bool ROOTED = true;"] if self.rooted and not base.rooted else []
-        out += _arrays({x: of for x, of in self.arrays.items() if x not in base.arrays})
+        found = [f"{x}_kept[{size}]" for x, size in self.arrays.items() if x not in base.arrays]
+        out += [f"I {', '.join(found)};"] if found else []
         new = [f"*__restrict new_{x}_at" for x in self.new if x not in base.new]
         return out + ([f"const float {', '.join(new)};"] if new else [])
 
 
-_CODEC = _Encoder({"NOISE": 0, "LOOPS": 1, "ROOT_LOOP": 0, "READS": 1, "DRAWS": 0, "KEPT": 0})
+_CODEC = _Encoder({"NOISE": 0, "LOOPS": 1, "ROOT_LOOP": 0, "READS": 1, "DRAWS": 0})
 """The constants of `Codec` in sweep.h."""
 
 
@@ -337,7 +324,6 @@ def _constants(plan: _CodecPhases, loops: Sequence[_Loop], given: Node) -> dict[
         "ROOT_LOOP": next((loop.k for loop in loops if any(s.buffer == ROOT for s in loop.phase.stores)), 0),
         "READS": sum(1 << loop.k for loop in loops if given in loop.computed),
         "DRAWS": sum(1 << loop.k for loop in loops if any(n.op == "draw" for n in loop.computed)),
-        "KEPT": len(plan.kept),
     }
 
 
@@ -360,25 +346,17 @@ class _Loop:
     """Loop k of an encoding: the work on blocks before it, its head and tail for a block, its work on elements.
 
     computed  the nodes that the loop over elements computes
-    together  blocks' values that it reads, where the work on blocks makes all of them and the loop reduces nothing
-    members   (type, name, first value) of the blocks' values that it reads or finds: ("F", "inverse", "F(s_kept[b])")
+    together  blocks' values that it reads, all made by the work on blocks
+    members   (type, name, first value) of the blocks' values that it reads or finds: ("I", "top", "I(INT32_MIN)")
     """
 
     def __init__(self, plan: _CodecPhases, k: int, block: int) -> None:
         self.plan, self.k, self.block, self.phase = plan, k, block, plan.phases[k]
-        self.read, self.computed = plan.of_elements(self.phase)
-        self.of_blocks = [n for n in self.read if n.space.name == "block"]
-        own = {let.node.uid for let in self.phase.blocks}
-        alike = all(n.uid in own and type_of(n.dtype) != "M" for n in self.of_blocks)
-        self.together = self.of_blocks if alike and not self.phase.reductions else []
-        self.members = [(type_of(n.dtype), plan.name[n.uid], self._kept(n)) for n in self.of_blocks]
+        self.together, self.computed = plan.of_elements(self.phase)
+        self.members = [(type_of(n.dtype), plan.name[n.uid], "") for n in self.together]
         for n in self.phase.reductions:
             least = "INT32_MIN" if n.op == "block_max" else "INT32_MAX"
             self.members.append(("I", plan.name[n.uid], f"I({least})"))
-
-    def _kept(self, n: Node) -> str:
-        name, kind = self.plan.name[n.uid], type_of(n.dtype)
-        return f"I({name}_kept[b]) != I(0)" if kind == "M" else f"{kind}({name}_kept[b])"
 
     def struct(self) -> list[str]:
         """Return the struct of the blocks' values that a loop reads and finds."""
@@ -389,17 +367,16 @@ class _Loop:
     def _types(self) -> dict[str, str]:
         return {name: kind for kind, name, _ in self.members}
 
-    def functions(self, scalars: list[str], few: Collection[Node], simple: bool) -> dict[str, list[str]]:
+    def functions(self, scalars: list[str], simple: bool) -> dict[str, list[str]]:
         """Return the functions by name: blocks, head, tail, encode.
 
         scalars  the lines that compute what is made of constants
-        few      the blocks' values that have arrays of their own
         simple   True for the one loop of an encoding without blocks' values
         """
         phase, k = self.phase, self.k
         out: dict[str, list[str]] = {}
         if phase.found or phase.blocks or phase.block_stores:
-            out["blocks"] = [f"void blocks(Loop<{k}>, int b) {{", *self._blocks(scalars, few), "}"]
+            out["blocks"] = [f"void blocks(Loop<{k}>, int b) {{", *self._blocks(scalars), "}"]
         if not simple:
             values = {name: value for _, name, value in self.members}
             order = [x for names in _by_kind(self._types()).values() for x in names]
@@ -414,7 +391,7 @@ class _Loop:
         out["encode"] = [f"template <bool RAGGED, int VALUE, class N> {head}", *self._encode(scalars), "}"]
         return out
 
-    def _blocks(self, scalars: list[str], few: Collection[Node]) -> list[str]:
+    def _blocks(self, scalars: list[str]) -> list[str]:
         """Return the lines of the work on the blocks' own values, a vector of blocks at a time."""
         plan, phase = self.plan, self.phase
         printer = CppPrinter(plan)
@@ -422,34 +399,22 @@ class _Loop:
         for n in phase.found:
             name = printer.names[n.uid] = plan.name[n.uid]
             lines.append((f"const I {name} = {cpp.BLOCK_LIMITS[n.op]}({name}_kept + b);", ""))
-        lines += self._reads(plan.read_of_blocks(phase), printer, "b")
         lines += [assigned(plan, let, printer) for let in phase.blocks]
-        own = [*(let.node for let in phase.blocks), *phase.found]
-        lines += [(keep(n, plan.name[n.uid], "b"), "") for n in plan.across if n in own and n in few]
         if self.together:
             lines.append((_set(f"Head_{self.k}", {plan.name[n.uid]: type_of(n.dtype) for n in self.together}), ""))
         lines += [(stored(plan, s, printer, "b"), "") for s in phase.block_stores]
         return [f"    {x}" for x in with_comments(lines, comment_mark="//")]
 
-    def _reads(self, nodes: Iterable[Node], printer: CppPrinter, at: str) -> Iterator[tuple[str, str]]:
-        """Yield the lines that read values which other loops have kept."""
-        for n in nodes:
-            name = printer.names[n.uid] = self.plan.name[n.uid]
-            yield f"const {type_of(n.dtype)} {name} = {read_kept(n, name, at)};", ""
-
     def _encode(self, scalars: list[str]) -> list[str]:
         """Return the lines of the work on elements; it returns the root, or x where another loop has that."""
         plan, phase = self.plan, self.phase
         printer = CppPrinter(plan)
-        printer.names |= {n.uid: f"h.{plan.name[n.uid]}" for n in self.of_blocks}
+        printer.names |= {n.uid: f"h.{plan.name[n.uid]}" for n in self.together}
         lines: list[tuple[str, str]] = [(x, "") for x in scalars]
-        lines += self._reads((n for n in self.read if n not in self.of_blocks), printer, "i")
         lines += [assigned(plan, let, printer) for let in phase.elements]
         for n in phase.reductions:
             name, better = plan.name[n.uid], "larger" if n.op == "block_max" else "smaller"
             lines.append((f"h.{name} = {better}<RAGGED>(h.{name}, {printer.text(n.args[0])}, i, end);", ""))
-        own = [let.node for let in phase.elements]
-        lines += [(keep(n, plan.name[n.uid], "i"), "") for n in plan.kept if n in own]
         root = "x"
         for s in phase.stores:
             if s.buffer == ROOT:
@@ -458,14 +423,6 @@ class _Loop:
                 lines.append((stored(plan, s, printer, "i"), ""))
         lines.append((f"return {root};", ""))
         return [f"    {x}" for x in with_comments(lines, comment_mark="//")]
-
-
-def _in_arrays(plan: _CodecPhases, loops: Iterable[_Loop]) -> list[Node]:
-    """Return the blocks' values that have arrays of their own."""
-    read: set[Node] = set()
-    for loop in loops:
-        read |= set(plan.read_of_blocks(loop.phase)) | (set() if loop.together else set(loop.of_blocks))
-    return [n for n in plan.across if n in read and n.op not in cpp.BLOCK_LIMITS]
 
 
 __all__ = ["codec_structs", "table_lines"]

@@ -65,16 +65,8 @@ def _rounded(total: Node) -> Idiom | None:
     if total.op != "add":
         return None
     pattern, drawn = total.args
-    if drawn.op == "draw" and drawn.attr[:2] == ("integer", 12):
-        return Idiom("rounded", (pattern,), ("draws", "SHIFT"))
-    if drawn.op == "lshr" and is_const(drawn.args[1], 20):
-        return Idiom("rounded", (pattern, drawn.args[0]), (20,))
-    if drawn.op != "and" or not is_const(drawn.args[1], 4095):
-        return None
-    noise = drawn.args[0]
-    if noise.op in ("shr", "lshr") and noise.args[1].op == "const":
-        return Idiom("rounded", (pattern, noise.args[0]), (noise.args[1].attr,))
-    return Idiom("rounded", (pattern, noise), (0,))
+    is_noise = drawn.op == "draw" and drawn.attr[:2] == ("integer", 12)
+    return Idiom("rounded", (pattern,), ("draws", "SHIFT")) if is_noise else None
 
 
 def _byte(node: Node) -> Node | None:

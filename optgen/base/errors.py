@@ -189,11 +189,7 @@ TABLE: dict[str, Row] = {
         "few values beside the elements are worked on between sweeps, in fp32",
         "leave it out of the plan's `overrides`",
     ),
-    "E304": Row(
-        "compander {name}: {why}", "a compander maps [0, 1] onto itself, increasing, and its inverse undoes it"
-    ),
     "E305": Row("{what} is not a format: use {want}"),
-    "E306": Row("a plan has no part `{got}`"),
     "E307": Row(
         "{spec} under plan {plan}: {finding}",
         "{reason}",

@@ -3,7 +3,7 @@
 from optgen.formats import codebooks, companders, floats, masters, scales
 from optgen.formats.blocked import Blocked
 from optgen.formats.codebook import Codebook
-from optgen.formats.companders import Compander, compander, linear, softsign
+from optgen.formats.companders import linear, softsign
 from optgen.formats.factored import Factored
 from optgen.formats.floats import Float, bf16, f16, f32
 from optgen.formats.format import Field, Format, Master, Noise
@@ -16,8 +16,8 @@ from optgen.formats.rank1 import Rank1
 from optgen.formats.scales import Scale, fp16, fp32, ue7m9, ue8m8
 
 __all__ = [
-    "Blocked", "Codebook", "Compander", "Copy", "Ecc8", "Factored", "Field", "Float", "Format", "Fp8", "Kahan",
+    "Blocked", "Codebook", "Copy", "Ecc8", "Factored", "Field", "Float", "Format", "Fp8", "Kahan",
     "LogMax", "LogMinMax", "Master", "Native", "Noise", "Plan", "Rank1", "Scale", "Split", "Storage", "bf16",
-    "codebooks", "compander", "companders", "f16", "f32", "floats", "fp16", "fp32", "linear", "masters", "scales",
+    "codebooks", "companders", "f16", "f32", "floats", "fp16", "fp32", "linear", "masters", "scales",
     "softsign", "ue7m9", "ue8m8",
 ]  # fmt: skip

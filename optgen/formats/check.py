@@ -14,7 +14,7 @@ BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 ROUNDINGS = ("nearest", "stochastic", "auto")
 A_SCALE = "one of optgen.formats.scales, such as ue8m8 or fp32"
-A_COMPANDER = "one such as linear, softsign(), or compander(...) of your own"
+A_COMPANDER = "one such as linear or softsign()"
 
 
 def refusal(loc: Any, what: str, want: str) -> UserError:
@@ -42,7 +42,7 @@ def check_block(name: str, bits: int, block: int, loc: Loc | None, least: int) -
 
 
 def check_words(fmt: Any, **more: tuple[str, ...]) -> None:
-    """Raise UserError for a word that a format does not know, and for a relative one of roots.
+    """Raise UserError for a word that a format does not know.
 
     fmt   the format, with its `rounding` and what else it has
     more  field -> the words that it may be
@@ -57,10 +57,6 @@ def check_words(fmt: Any, **more: tuple[str, ...]) -> None:
         value = vars(fmt).get(key, False)
         if not isinstance(value, bool):
             raise refusal(fmt.loc, f"{name}({key}={value!r})", "True or False")
-    if vars(fmt).get("signed", False) and fmt.of == "sqrt":
-        raise refusal(fmt.loc, f'{name}(signed=True, of="sqrt")', "signed=False with a root")
-    if vars(fmt).get("relative", False) and fmt.of == "sqrt":
-        raise refusal(fmt.loc, f'{name}(relative=True, of="sqrt")', "one of both: a root is kept as it is")
 
 
 def check_part(fmt: Any, key: str, kind: type, want: str) -> None:
@@ -82,9 +78,3 @@ def check_number(what: str, value: object, low: float, high: float, want: str, l
     """Raise UserError unless low <= value <= high, a finite number."""
     if not is_number(value) or not low <= value <= high:
         raise refusal(loc, what, want + as_pythons(value))
-
-
-def check_line(what: str, text: object, loc: Loc | None) -> None:
-    """Raise UserError unless `text` is one line of text, as comments and messages need it."""
-    if not isinstance(text, str) or not text.strip() or not text.isprintable():
-        raise refusal(loc, what, "one line of text")

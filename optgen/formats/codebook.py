@@ -11,12 +11,12 @@ from typing import Literal
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
-from optgen.formats import narrow, words
-from optgen.formats.check import as_pythons, check_block, check_words, is_number, refusal
+from optgen.formats import narrow
+from optgen.formats.check import as_pythons, check_block, check_words, is_number
 from optgen.formats.coded import InBlocks, error_of_table, of_zeros, widest
-from optgen.formats.format import FormatFinding, Noise, Rounding
-from optgen.formats.scales import LARGEST_ROOT, Scale, fp32
-from optgen.lang.values import Num, lookup, minimum, place, search
+from optgen.formats.format import FormatFinding, Noise
+from optgen.formats.scales import Scale, fp32
+from optgen.lang.values import Num, lookup, search
 from optgen.ops.dtypes import in_f32
 from optgen.ops.tables import Book, book, cell_ends
 
@@ -29,52 +29,35 @@ class Codebook(InBlocks):
 
     table       rising numbers in [-1, 1], at most 2^bits of them; unsigned where none is below 0; one of
                 optgen.formats.codebooks, or your own
-    name        in generated code and messages; by default the table's own
     bits        2 to 8; codes of fewer than 8 bits are packed (narrow.py)
-    of          "sqrt" keeps the root of a nonnegative value
-    relative    keeps x / root, root being that of the rule's second moment as kept
-    rounding    stochastic: between the two entries around x / scale, so that E[decoded] = x wherever |x| / scale lies
-                between the first and the last; an entry stays
     ties        where a number is as far from both entries: "down" takes the lower one (bitsandbytes), "up" the upper
                 one (torchao).  Distances are rounded to f32, as theirs are
 
-    Nearest encoding is idempotent where the table has the numbers of largest magnitude that it takes: 1, and -1.  A
-    table without -1 shrinks every block whose largest magnitude is negative, at each store (`shrinks`).
-    Of a table without 0 nothing becomes 0: a block of smaller numbers than `low` is kept as if that were its largest.
-    A block with an Inf decodes to NaN, all of it and nothing else; its codes are unspecified.  So is that of a NaN,
-    which decodes to a number.
+    Always to nearest, as the packages round whose states it keeps.  Encoding is idempotent where the table has the
+    numbers of largest magnitude that it takes: 1, and -1.  A table without -1 shrinks every block whose largest
+    magnitude is negative, at each store (`shrinks`).  Of a table without 0 nothing becomes 0: a block of smaller
+    numbers than `low` is kept as if that were its largest.  A block with an Inf decodes to NaN, all of it and nothing
+    else; its codes are unspecified.  So is that of a NaN, which decodes to a number.
     """
 
     table: tuple[float, ...]
     bits: int = 8
     block: int = 256
     scale: Scale = fp32
-    of: Literal["value", "sqrt"] = "value"
-    rounding: Rounding = "auto"
-    relative: bool = False
     ties: Ties = "up"
-    name: str = field(default="", compare=False)
+    name: str = field(default="", init=False, compare=False)
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_block("Codebook", self.bits, self.block, self.loc, 2)
-        check_words(self, of=("value", "sqrt"), ties=("down", "up"))
+        check_words(self, ties=("down", "up"))
         self.refuse_scales("a Codebook")
-        if not isinstance(self.name, str) or not f"x{self.name}".isidentifier() or not self.name.isascii():
-            self._refuse(f"with the name {self.name!r}", "ASCII letters, digits and underscores: generated code has it")
-        name = self.name or getattr(self.table, "name", "") or "codebook"
+        object.__setattr__(self, "name", getattr(self.table, "name", "codebook"))
         object.__setattr__(self, "table", _checked(self.table, self.bits, self.loc))
-        object.__setattr__(self, "name", name)
-        if self.signed and self.of == "sqrt":
-            self._refuse('of negative numbers with of="sqrt"', "a table without them, or of='value'")
-
-    def _refuse(self, what: str, want: str) -> None:
-        raise refusal(self.loc, f"a Codebook {what}", want)
 
     def __str__(self) -> str:
-        what, how = self.described
         sign = "signed" if self.signed else "unsigned"
-        return f"{self.bits}-bit {sign} blocks of {self.block}: {what}{self.name}, {self.scale} scale, {how}"
+        return f"{self.bits}-bit {sign} blocks of {self.block}: {self.name}, {self.scale} scale, nearest"
 
     # -- what the table says
 
@@ -99,23 +82,17 @@ class Codebook(InBlocks):
     def low(self) -> float:
         if not self.positive:
             return self.scale.low
-        # In a table without 0 nothing becomes a subnormal number, nor does its square.
-        lowest = -63 if self.of == "sqrt" else -126
-        return max(self.scale.low, 2.0 ** math.ceil(lowest - math.log2(self.table[0])))
+        # In a table without 0 nothing becomes a subnormal number.
+        return max(self.scale.low, 2.0 ** math.ceil(-126 - math.log2(self.table[0])))
 
     def code_of(self, value: Num, scale: Num, noise: Noise | None) -> Num:
         number = value / scale
-        if noise is None:
-            code = search(number, self._book.ends)
-        else:
-            code = words.dithered(place(number, self._book.entries), noise) & ((1 << self.bits) - 1)
+        code = search(number, self._book.ends)
         return code
 
     def times_scale(self, parts: Mapping[str, Num]) -> Num:
         code = narrow.joined(parts, self.bits)
         value = lookup(code, self._book.entries) * self.scale.decode(parts["scale"])
-        if self.of == "sqrt" and self.scale.high > LARGEST_ROOT and self.scale.excess:
-            value = minimum(value, LARGEST_ROOT)  # a scale that was rounded up may be 2^64
         return value
 
     @property
@@ -125,7 +102,7 @@ class Codebook(InBlocks):
     # -- what is known of the error
 
     def errors(self) -> tuple[float, float]:
-        return error_of_table(self.table, self.signed, self.noise_bits > 0)
+        return error_of_table(self.table, self.signed)
 
     def stuck(self, decay: float) -> tuple[int, float, str]:
         ends = (-1.0, *cell_ends(self.table, self.ties), math.inf)

@@ -24,24 +24,18 @@ class Numbers(tuple[float, ...]):
         return made
 
 
-def dynamic(signed: bool = True, bits: int = 8, *, zero: bool = True, one: bool = True) -> Numbers:
+def dynamic(signed: bool = True, bits: int = 8) -> Numbers:
     """The dynamic map: decades, each cut into twice as many parts as the one below it (Dettmers, arXiv:1511.04561).
 
     A positive entry is the middle of a part of [0.1, 1] times a power of ten.  Further entries are 0, 1 and, signed,
     the mirror images of all but 1: a map of 2^bits entries, without a -1.  Every operation is rounded to f32 in the
     order in which torch rounds on CPUs with AVX2: these are the bits that bitsandbytes and torchao have there (on other
     machines torch's own `linspace`, and so their tables, differ in the last place of some entries).
-
-    zero=False  without 0, for second moments (one entry less)
-    one=False   repaired: no 1 beside the map, which is stretched until its outermost entries are 1 and -1 (by 0.7 %
-                with 8 bits, 13 % with 4), so that the largest element of a block keeps its magnitude whatever its sign
-                (one entry less)
     """
     _check_bits(bits, locs.here())
-    for option, value in (("signed", signed), ("zero", zero), ("one", one)):
-        if not isinstance(value, bool):
-            raise UserError("E311", loc=locs.here(), what=f"{option}={value!r}", want="True or False")
-    return _dynamic(signed, bits, zero, one)
+    if not isinstance(signed, bool):
+        raise UserError("E311", loc=locs.here(), what=f"signed={signed!r}", want="True or False")
+    return _dynamic(signed, bits)
 
 
 def _check_bits(bits: int, loc: Loc) -> None:
@@ -50,7 +44,7 @@ def _check_bits(bits: int, loc: Loc) -> None:
 
 
 @lru_cache
-def _dynamic(signed: bool, bits: int, zero: bool, one: bool) -> Numbers:
+def _dynamic(signed: bool, bits: int) -> Numbers:
     exponents = bits - 1
     positive: list[float] = []
     low, step = in_f32(0.1), in_f32(1 - in_f32(0.1))
@@ -60,11 +54,8 @@ def _dynamic(signed: bool, bits: int, zero: bool, one: bool) -> Numbers:
         ends = [in_f32(low + size * k) if 2 * k < parts else in_f32(1 - size * (parts - k)) for k in range(parts + 1)]
         unit = in_f32(10.0 ** (i - exponents + 1))
         positive += [in_f32(unit * (in_f32(a + b) / 2)) for a, b in itertools.pairwise(ends)]
-    if not one:
-        positive = [in_f32(x / positive[-1]) for x in positive]
     negative = [-x for x in reversed(positive)] if signed else []
-    name = f"{'' if signed else 'u'}dynamic{bits}{'' if zero else '_nozero'}{'' if one else '_symmetric'}"
-    return Numbers(name, (*negative, *([0.0] if zero else []), *positive, *([1.0] if one else [])))
+    return Numbers(f"{'' if signed else 'u'}dynamic{bits}", (*negative, 0.0, *positive, 1.0))
 
 
 def linear_nozero(bits: int = 4) -> Numbers:

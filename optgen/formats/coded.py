@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import A_SCALE, check_part, refusal
-from optgen.formats.format import HIGH, LOW, Field, Format, FormatFinding, Noise, Rounding
+from optgen.formats.format import HIGH, LOW, Field, Format, FormatFinding, Noise
 from optgen.formats.scales import LARGEST, Scale
 from optgen.lang.values import Num, bits, maximum
 from optgen.ops.dtypes import pattern_of
@@ -33,14 +32,6 @@ class Packed(Format):
     def bits(self) -> int:
         return 8
 
-    def rounded(self, rounding: Rounding) -> Format:
-        return self._with(rounding=rounding)
-
-    def _with(self, **fields: object) -> Format:
-        changed: Any = self  # the fields are those of a subclass
-        made: Format = replace(changed, **fields)
-        return made
-
     @property
     def noise_bits(self) -> int:
         return NOISE_BITS if self.rounding in ("stochastic", "auto") else 0
@@ -51,20 +42,7 @@ class Packed(Format):
 
 @dataclass(frozen=True)
 class Coded(Packed):
-    """Codes under a scale.  Which scale is the subclasses'; so are the fields
-
-    of        "sqrt" keeps the root of a nonnegative value
-    relative  keeps x / root, root being that of the rule's second moment as kept
-    """
-
-    def absolute(self) -> Format:
-        return self._with(relative=False)
-
-    @property
-    def described(self) -> tuple[str, str]:
-        """The counted quantity and the rounding, in words."""
-        what = ("sqrt, " if self.of == "sqrt" else "") + ("relative, " if self.relative else "")
-        return what, "stochastic" if self.noise_bits else "nearest"
+    """Codes under a scale.  Which scale is the subclasses'."""
 
     @abstractmethod
     def times_scale(self, parts: Mapping[str, Num]) -> Num:
@@ -167,16 +145,16 @@ class InBlocks(Coded):
         return out
 
 
-def error_of_table(readings: tuple[float, ...], signed: bool, random: bool) -> tuple[float, float]:
-    """Return (the largest error, what arithmetic adds to it) of codes that read as these rising numbers: the widest
-    gap, or half of it to nearest, and what lies beyond the first and the last number.
+def error_of_table(readings: tuple[float, ...], signed: bool) -> tuple[float, float]:
+    """Return (the largest error to nearest, what arithmetic adds to it) of codes that read as these rising numbers:
+    half of the widest gap, or what lies beyond the first and the last number.
 
     Of what f32 arithmetic adds, fast maths takes most: ends of cells that are off by 2^-12 of a cell, and numbers that
     are off by 2^-20 of themselves (ops/tables.py).
     """
     gap = max(b - a for a, b in itertools.pairwise(readings))
     beyond = max(1 - readings[-1], 1 + readings[0] if signed else readings[0])
-    return max(gap if random else gap / 2, beyond), 2 * gap * CELL + EXACT + 8 * ROUNDOFF
+    return max(gap / 2, beyond), 2 * gap * CELL + EXACT + 8 * ROUNDOFF
 
 
 def widest(readings: tuple[float, ...], least: float = 0.0) -> float:

@@ -25,7 +25,7 @@ from optgen.formats import measured
 from optgen.formats.bound import Bound
 from optgen.ir import node as ir
 from optgen.lang.spec import MatrixKind
-from optgen.lang.values import Num, Value, cast, lshr, maximum, sqrt, where
+from optgen.lang.values import Num, Value, lshr, maximum, sqrt, where
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.prims import REDUCTIONS
@@ -98,10 +98,6 @@ class Noise:
             return lshr(self.word, self.shift - 1) | 1  # one operation less
         return (self.integer() << below) | (1 << (below - 1))
 
-    def unit(self) -> Num:
-        """f32, uniform on the midpoints of 2^bits cells of (0, 1): mean exactly 1/2."""
-        return (cast(self.integer(), dtypes.f32) + 0.5) * 2.0**-self.bits
-
 
 class View(Protocol):
     """The blocks and indices of a tensor that is enclosed: each method gives every element that of its own."""
@@ -121,20 +117,16 @@ class Format(ABC):
 
     `encode` without `noise` rounds to nearest, whatever `rounding` says.
 
-    compander   the curve that the codes follow, which is checked before a plan is built; None for other formats
     rounding    "auto" is stochastic until a plan has looked at the state's recurrence (Plan.storage)
     still       whether a number that is stored again and again to nearest stays, whatever its neighbours do meanwhile.
                 Codes under a scale do not: one that keeps itself is read under the next step's scale, and follows it
-    of          the quantity that the codes count: the value, or the root of a nonnegative one
     plus_zero   whether a zero to be encoded must be +0: formats that order values by their bit patterns
     relative    whether values are stored relative to the root of the rule's second moment
     is_float    whether each element is a float of its own, on a grid that never moves
     """
 
-    compander: Any = None
     rounding: Rounding = "nearest"
     still: bool = False
-    of: Literal["value", "sqrt"] = "value"
     plus_zero: bool = False
     relative: bool = False
     is_float: bool = False
@@ -145,6 +137,11 @@ class Format(ABC):
         if whole and {"encode", "decode", "times_scale"} & vars(cls).keys():
             for name in {"bound", "enclose", "stuck", "cell", "keeps_zero"} - vars(cls).keys():
                 setattr(cls, name, getattr(Format, name))
+
+    @property
+    def of(self) -> Literal["value", "sqrt"]:
+        """The quantity that the codes count: the value, or the root of a nonnegative one."""
+        return "value"
 
     def rounded(self, rounding: Rounding) -> Format:
         """The same format with this rounding; itself where it does not round."""
@@ -293,18 +290,26 @@ def wide_reductions(fmt: Format) -> tuple[str, ...]:
     """Return the names of reductions over more than a block that encoding needs.
 
     Raises E305 for one of the whole tensor, or of other values than x: kernels reduce x by rows and columns. So a state
-    of either sign has no scale per row, which is a maximum of abs(x).
+    of either sign has no scale per row, which is a maximum of abs(x).  And for a reduction of a block that needs
+    another one of it: kernels go over a block twice.
     """
     x, root = (Value(ir.load(name, dtypes.f32, spaces.elem)) for name in ("x", "root"))
     word = Value(ir.load("word", dtypes.i32, spaces.elem))
     noise = Noise(word, 0, fmt.noise_bits) if fmt.noise_bits else None
     parts = fmt.encode(x, noise=noise, root=root if fmt.relative else None)
-    wide = [n for n in ir.postorder([p.node for p in parts.values()]) if n.op in REDUCTIONS]
+    nodes = ir.postorder([p.node for p in parts.values()])
+    rounds: dict[int, int] = {}
+    for n in nodes:
+        rounds[n.uid] = max((rounds[a.uid] for a in n.args), default=0) + (n.op in ("block_max", "block_min"))
+    wide = [n for n in nodes if n.op in REDUCTIONS]
     of_others = any(n.args[0].space == spaces.elem and n.args[0] is not x.node for n in wide)
     if of_others or (wide and fmt.signed) or any(n.space == spaces.tensor for n in wide):
         what = f"{type(fmt).__name__}, whose encoder reduces the tensor, signed values or others than x,"
         want = "row_max(x), col_max(x), row_mean(x) or col_mean(x) of states that are never negative, or blocks"
         raise UserError("E305", loc=getattr(fmt, "loc", None), what=what, want=want)
+    if max(rounds.values()) > 1:
+        what = f"{type(fmt).__name__}, whose encoder reduces a block by what it has found of that block,"
+        raise UserError("E305", loc=getattr(fmt, "loc", None), what=what, want="reductions of x or of x / root")
     return tuple(sorted({n.op for n in wide}))
 
 

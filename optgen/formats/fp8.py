@@ -13,9 +13,9 @@ from optgen.base.loc import Loc
 from optgen.formats import words
 from optgen.formats.check import check_block, check_words
 from optgen.formats.coded import InBlocks, error_of_table, of_zeros, widest
-from optgen.formats.format import FormatFinding, Noise, Rounding
+from optgen.formats.format import FormatFinding, Noise
 from optgen.formats.scales import LARGEST, Scale, fp32
-from optgen.lang.values import Num, bits, cast, clip, floor, from_bits, minimum, where
+from optgen.lang.values import Num, bits, cast, clip, from_bits, minimum, where
 from optgen.ops import dtypes
 from optgen.ops.dtypes import pattern_of
 
@@ -33,20 +33,16 @@ class Fp8(InBlocks):
     """One 8-bit float per element, one scale per block: x = scale * float, scale = largest |x| / largest float.
 
     kind        "e4m3" or "e5m2", torch's float8_e4m3fn and float8_e5m2, stored as their patterns in uint8
-    relative    keeps x / root, root being that of the rule's second moment as kept
-    rounding    to nearest half to even, or stochastic: unbiased
 
-    Rounding and widening are integer arithmetic: every target and Triton's interpreter do the same.  The block's
-    largest element becomes the largest float and keeps the scale: nearest encoding is idempotent.  A block with an Inf
-    decodes to NaN, all of it and nothing else; its codes are unspecified.  So is that of a NaN, which decodes to a
-    number.
+    Rounding, to nearest half to even, and widening are integer arithmetic: every target and Triton's interpreter do the
+    same.  The block's largest element becomes the largest float and keeps the scale: encoding is idempotent.  A block
+    with an Inf decodes to NaN, all of it and nothing else; its codes are unspecified.  So is that of a NaN, which
+    decodes to a number.
     """
 
     kind: FloatKind = "e4m3"
     block: int = 256
     scale: Scale = fp32
-    rounding: Rounding = "auto"
-    relative: bool = False
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     unit = "largest"
@@ -57,8 +53,7 @@ class Fp8(InBlocks):
         self.refuse_scales("Fp8")
 
     def __str__(self) -> str:
-        what, how = self.described
-        return f"{self.kind} blocks of {self.block}: {what}{self.scale} scale, {how}"
+        return f"{self.kind} blocks of {self.block}: {self.scale} scale, nearest"
 
     @property
     def mantissa(self) -> int:
@@ -89,22 +84,19 @@ class Fp8(InBlocks):
 
     def code_of(self, value: Num, scale: Num, noise: Noise | None) -> Num:
         number = value / scale
-        pattern = self._pattern(abs(number), noise)
+        pattern = self._pattern(abs(number))
         pattern = pattern | ((bits(number) >> 24) & 0x80)
         return pattern
 
-    def _pattern(self, size: Num, noise: Noise | None) -> Num:
+    def _pattern(self, size: Num) -> Num:
         """The code of a number >= 0, i32."""
         drop = 23 - self.mantissa
         word = bits(size)
-        carry = noise.fraction(drop) if noise else ((word >> drop) & 1) + ((1 << (drop - 1)) - 1)
+        carry = ((word >> drop) & 1) + ((1 << (drop - 1)) - 1)
         normal = ((word + carry) >> drop) - ((127 - _KINDS[self.kind][1]) << self.mantissa)
-        if noise:
-            small = cast(floor(minimum(size, self.normal) * (1 / self.least) + noise.unit()), dtypes.i32)
-        else:
-            # The sum's last place is the smallest float: adding rounds half to even.
-            unit = self.least * 2.0**23
-            small = bits(minimum(size, self.normal) + unit) - pattern_of(unit)
+        # The sum's last place is the smallest float: adding rounds half to even.
+        unit = self.least * 2.0**23
+        small = bits(minimum(size, self.normal) + unit) - pattern_of(unit)
         return minimum(where(size < self.normal, small, normal), _KINDS[self.kind][2])
 
     def times_scale(self, parts: Mapping[str, Num]) -> Num:
@@ -127,7 +119,7 @@ class Fp8(InBlocks):
         return tuple([-x for x in positive[:0:-1]] + positive)
 
     def errors(self) -> tuple[float, float]:
-        value, slack = error_of_table(self.readings, True, self.noise_bits > 0)
+        value, slack = error_of_table(self.readings, True)
         return value, slack + value * self.scale.excess  # the largest number may become less than the largest float
 
     def stuck(self, decay: float) -> tuple[int, float, str]:

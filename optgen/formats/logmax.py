@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optgen.base import loc as locs
@@ -18,7 +18,7 @@ from optgen.base.loc import Loc
 from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words, is_number, refusal
-from optgen.formats.format import Field, FormatFinding, Noise, Rounding, View
+from optgen.formats.format import Field, Format, FormatFinding, Noise, Rounding, View
 from optgen.formats.pseudolog import BEND, INFINITE, PseudoLog, tenths
 from optgen.lang.values import Num, bits, cast, equal, floor, from_bits, maximum, minimum, rint, sqrt, where
 from optgen.ops.dtypes import f32, i16, i32
@@ -51,8 +51,6 @@ class LogMax(PseudoLog):
     rounding: Rounding = "auto"
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
-    of = "sqrt"
-
     def __post_init__(self) -> None:
         check_block("LogMax", self.bits, self.block, self.loc, 2)
         check_words(self)
@@ -65,6 +63,9 @@ class LogMax(PseudoLog):
         how = "stochastic" if self.noise_bits else "nearest"
         what = f"sqrt to {self.octaves:g} octaves under the maximum"
         return f"{self.bits}-bit unsigned blocks of {self.block}: {what}, pseudo-log, {how}"
+
+    def rounded(self, rounding: Rounding) -> Format:
+        return replace(self, rounding=rounding)
 
     @property
     def codes(self) -> int:

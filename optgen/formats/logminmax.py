@@ -1,8 +1,8 @@
 """Blocks of nonnegative values between their own minimum and maximum, evenly on the scale of a pseudo-logarithm.
 
 The bit pattern of a positive f32, read as an integer, is a piecewise linear logarithm.  A block keeps the
-unit (half an octave of the root, or an octave of the value) in which its smallest element lies, and into how
-many cells each unit is cut; a code counts cells from there and reads as the middle of its cell.  All of it is
+unit (half an octave of the root) in which its smallest element lies, and into how many cells each unit is cut; a code
+counts cells from there and reads as the middle of its cell.  All of it is
 integer arithmetic on the pattern: the same bits on every backend, no logarithm, no division per element.
 """
 
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from optgen.base import loc as locs
 from optgen.base.loc import Loc
 from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words
-from optgen.formats.format import Field, Noise, Rounding, View
-from optgen.formats.pseudolog import BEND, INFINITE, SATURATES, PseudoLog, tenths
+from optgen.formats.format import Field, Format, Noise, Rounding, View
+from optgen.formats.pseudolog import BEND, INFINITE, PseudoLog, tenths
 from optgen.lang.values import Num, bits, cast, equal, floor, from_bits, lshr, maximum, minimum, rint, sqrt, where
 from optgen.ops.dtypes import f32, i16, i32
 
@@ -31,8 +31,8 @@ _BEYOND = (127 + 127) << 23
 class LogMinMax(PseudoLog):
     """Codes of b bits and a 16-bit header per block: first unit (8 bits), cells per unit k (8 bits).
 
-    With w units between minimum and maximum, k = min(255, floor(2^b / w)), the relative error of the root (of
-    the value) is at most 1 / (4 k) (1 / (2 k)) to nearest and twice that stochastically.  Never decodes to 0:
+    With w units between minimum and maximum, k = min(255, floor(2^b / w)), the relative error of the root
+    is at most 1 / (4 k) to nearest and twice that stochastically.  Never decodes to 0:
     what lies more than 64 units (2^b, if that is fewer) below the block's maximum, or under 2^-126, reads as the
     lowest code, which is larger.  Above 2^127.8 (2^127.5 for fewer than 7 bits) it saturates; NaN reads as some value
     within the range of its block.  A block of roots with an Inf has a first unit beyond all of them in its header, and
@@ -46,25 +46,24 @@ class LogMinMax(PseudoLog):
 
     bits: int = 8
     block: int = 64
-    of: Literal["sqrt", "value"] = "sqrt"
     rounding: Rounding = "auto"
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
+
+    unit = 22
+    """log2 of a unit, half an octave of a root, as an integer pattern."""
 
     UNITS = 64  # at most: of 8-bit codes four cells per unit are left then, and half a cell fits the margin
 
     def __post_init__(self) -> None:
         check_block("LogMinMax", self.bits, self.block, self.loc, 4)
-        check_words(self, of=("value", "sqrt"))
+        check_words(self)
 
     def __str__(self) -> str:
         how = "stochastic" if self.noise_bits else "nearest"
-        what = "sqrt" if self.of == "sqrt" else "value"
-        return f"{self.bits}-bit unsigned blocks of {self.block}: {what} between minimum and maximum, pseudo-log, {how}"
+        return f"{self.bits}-bit unsigned blocks of {self.block}: sqrt between minimum and maximum, pseudo-log, {how}"
 
-    @property
-    def unit(self) -> int:
-        """log2 of a unit, as an integer pattern: half an octave of a root, an octave of a value."""
-        return 22 if self.of == "sqrt" else 23
+    def rounded(self, rounding: Rounding) -> Format:
+        return replace(self, rounding=rounding)
 
     @property
     def most(self) -> int:
@@ -88,26 +87,24 @@ class LogMinMax(PseudoLog):
 
     @property
     def lowest(self) -> int:
-        """The pattern of the smallest number that is told from smaller ones: 2^-126, or its root."""
-        return (127 - 63) << 23 if self.of == "sqrt" else 1 << 23
+        """The pattern of the smallest root that is told from smaller ones: that of 2^-126."""
+        return (127 - 63) << 23
 
     @property
     def highest(self) -> int:
-        """The pattern of the largest: a quarter of a unit below 2^128 or its root; half, where cells may be units."""
-        end = (127 + 64) << 23 if self.of == "sqrt" else 255 << 23
-        return end - (1 << (self.unit - 2) if self.bits > 6 else (1 << (self.unit - 1)) + 2)
+        """The pattern of the largest: a quarter of a unit below the root of 2^128; half, where cells may be units."""
+        return ((127 + 64) << 23) - (1 << (self.unit - 2) if self.bits > 6 else (1 << (self.unit - 1)) + 2)
 
     def fields(self) -> dict[str, Field]:
         cells = {min((1 << self.bits) // units, 255) for units in range(1, self.most + 1)}
-        last = 255 if self.of == "sqrt" else (self.highest >> self.unit) - (self.lowest >> self.unit)
-        header = Field(i16, self.block, least=min(cells), most=last << 8 | 255, low=sum(1 << count for count in cells))
+        header = Field(i16, self.block, least=min(cells), most=255 << 8 | 255, low=sum(1 << count for count in cells))
         return narrow.fields(self.bits) | {"range": header}
 
     def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
         parts, cells, start, code = self._encode(x, noise)
         step = self.step(cells)
         value = from_bits(start + (step >> 1) + code * step)
-        return parts, value if self.of == "sqrt" else sqrt(value)
+        return parts, value
 
     def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], Num, Num, Num]:
         """Return the stored parts, the cells per unit, the pattern of the first unit and the code, all i32.
@@ -115,13 +112,12 @@ class LogMinMax(PseudoLog):
         x >= +0 (see `plus_zero`): the pattern of -0 is the least of all integers, and wraps.
         """
         unit = self.unit
-        pattern = bits(sqrt(x) if self.of == "sqrt" else x)
+        pattern = bits(sqrt(x))
         top, bottom = words.block_top(pattern, self.block), words.block_bottom(pattern, self.block)
         largest = minimum(maximum(top, self.lowest), self.highest)
-        if self.of == "sqrt":
-            # The middle of the last unit that a header can name, and that no root of a finite number reaches.
-            beyond, lost = self.lowest + (255 << unit) + (1 << (unit - 1)), equal(top, words.INF)
-            largest, bottom = where(lost, beyond, largest), where(lost, beyond, bottom)
+        # The middle of the last unit that a header can name, and that no root of a finite number reaches.
+        beyond, lost = self.lowest + (255 << unit) + (1 << (unit - 1)), equal(top, words.INF)
+        largest, bottom = where(lost, beyond, largest), where(lost, beyond, bottom)
         margin: Num = 0
         if noise:
             margin = 1 << (unit - 3) if self.bits == 8 else self._margin(largest, bottom)
@@ -145,8 +141,7 @@ class LogMinMax(PseudoLog):
         position = maximum(minimum(pattern - base, largest - base), 0) * scale + offset
         code = lshr(position, 24)
         header = ((first - (self.lowest >> unit)) << 8) | cells
-        if self.of == "sqrt":
-            start = where(lost, _BEYOND, start)  # as it is read
+        start = where(lost, _BEYOND, start)  # as it is read
         return narrow.cut(code, self.bits) | {"range": cast(header, i16)}, cells, start, code
 
     def _margin(self, top: Num, bottom: Num) -> Num:
@@ -162,8 +157,7 @@ class LogMinMax(PseudoLog):
         step = self.step(cells)
         first = header & 0xFF00
         start = (first << (self.unit - 8)) + self.lowest
-        if self.of == "sqrt":
-            start = where(equal(first, 0xFF00), _BEYOND, start)
+        start = where(equal(first, 0xFF00), _BEYOND, start)
         middle = where(equal(header, 0), 0, start + (step >> 1))
         return from_bits(middle + narrow.joined(parts, self.bits) * step)
 
@@ -196,28 +190,27 @@ class LogMinMax(PseudoLog):
         A span of s units lies in floor(s + two margins) + 2 of them at most, however it falls on their ends, and the
         last one ends at most a unit and a margin above the maximum.
         """
-        octaves, free = (0.5 if self.of == "sqrt" else 1.0), self.margin(units)
-        below = (units - 1 - free) * octaves - self.lowest_reading(units) / 2**23 - BEND
-        return tenths((units - 1 - 2 * free) * octaves - BEND), tenths(below)
+        free = self.margin(units)
+        below = (units - 1 - free) * 0.5 - self.lowest_reading(units) / 2**23 - BEND
+        return tenths((units - 1 - 2 * free) * 0.5 - BEND), tenths(below)
 
     def bound(self, units: int = 0) -> Bound:
         units = units or self.most
         k, random = self.cells_of(units), self.noise_bits > 0
-        cell = (0.5 if self.of == "sqrt" else 1.0) / k  # of a mantissa in [1, 2)
+        cell = 0.5 / k  # of a mantissa in [1, 2)
         # To nearest: from the left end of a binade's first cell to its middle.  Stochastically: from the middle of
         # that cell to the middle of the next; where a cell is half a binade, from the middle of the last cell to that
         # of the next binade's first, twice as wide, is further.
         value = max(cell / (1 + cell / 2), 1.5 * cell / (2 - cell / 2)) if random else cell / 2
         # The cell is a whole number of bit patterns, off by up to half a pattern per code.
-        slack = 256 * 0.5 * 2.0**-23 * (2 if self.of == "value" else 1) + 4 * ROUNDOFF
-        what, least = ("root", "2^-63") if self.of == "sqrt" else ("value", "2^-126")
+        slack = 256 * 0.5 * 2.0**-23 + 4 * ROUNDOFF
         span, below = self.span(units)
         valid = (
-            f"for a block whose {what}s span at most {span:g} octaves; what lies further below the block's maximum "
-            f"reads as at most {below:g} octaves under it, what lies under {least} as at most 1.5 cells more than that"
-            f"{INFINITE if self.of == 'sqrt' else SATURATES}"
+            f"for a block whose roots span at most {span:g} octaves; what lies further below the block's maximum "
+            f"reads as at most {below:g} octaves under it, what lies under 2^-63 as at most 1.5 cells more than that"
+            f"{INFINITE}"
         )
-        return Bound(value, what, valid, slack)
+        return Bound(value, "root", valid, slack)
 
     def enclose(self, x: Any, view: View, root: Any = None) -> Any:
         """The relative error for as many units as the block can span; what is far below its maximum reads as more."""
@@ -249,5 +242,4 @@ class LogMinMax(PseudoLog):
         return self.spread(value, lost, relative, raised.int().view(torch.float32).double())
 
     def cell(self) -> float:
-        cell = (0.5 if self.of == "sqrt" else 1.0) / self.cells_of(self.most)
-        return (1 + cell) ** 2 - 1 if self.of == "sqrt" else cell
+        return (1 + 0.5 / self.cells_of(self.most)) ** 2 - 1

@@ -6,14 +6,13 @@ from __future__ import annotations
 import dis
 import keyword
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from functools import wraps
 from types import FrameType, MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from optgen.base import loc as locs
-from optgen.base.errors import UserError, did_you_mean
+from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.base.names import is_text
 from optgen.formats import floats
@@ -25,7 +24,6 @@ from optgen.lang.declare import INPUT, StateDecl
 from optgen.lang.spec import MatrixKind
 from optgen.ops.dtypes import DType, f32
 
-T = TypeVar("T")
 SMALL, SLOW = 4096, 0.98
 
 
@@ -143,32 +141,6 @@ def _nameable(name: str) -> bool:
     return not name or plain and not name.startswith("__")
 
 
-def _parts() -> list[str]:
-    return [f.name for f in fields(Plan) if f.init]
-
-
-def _check_parts(given: Iterable[str]) -> None:
-    """Raise UserError E306 for a name that is no part of a plan."""
-    for key in given:
-        if key not in _parts():
-            hint = "it is called discouraged= now" if key == "forced" else did_you_mean(key, _parts())
-            raise UserError("E306", loc=locs.of_frame(_first_frame_outside()), got=key, hint=hint)
-
-
-def _of_known_parts(cls: type[T]) -> type[T]:
-    """Have the constructor raise UserError E306 for a part that plans do not have."""
-    init: Any = vars(cls)["__init__"]
-
-    @wraps(init)
-    def checked(self: T, *doc: object, **parts: object) -> None:
-        _check_parts(parts)
-        init(self, *doc, **parts)
-
-    type.__setattr__(cls, "__init__", checked)
-    return cls
-
-
-@_of_known_parts
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """A choice of how every kind of value is kept between steps.
@@ -264,11 +236,10 @@ class Plan:
     def but(self, doc: str = "", **changes: Any) -> Plan:
         """This plan with some of its parts replaced; `overrides` are added to the ones it has."""
         frame = _first_frame_outside()
-        _check_parts(changes)
         _check_overrides(changes.get("overrides"), locs.of_frame(frame))
         changes["overrides"] = {**self.overrides, **(changes.get("overrides") or {})}
         changes.setdefault("name", _assigned_name(frame))
-        own = {k: getattr(self, k) for k in _parts() if k not in ("doc", "name")}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name not in ("doc", "name")}
         return Plan(doc or self.doc, **{**own, **changes})
 
     def __repr__(self) -> str:

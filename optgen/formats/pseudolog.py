@@ -11,17 +11,17 @@ from typing import Any
 
 from optgen.formats.coded import Packed
 from optgen.formats.format import Noise, View
-from optgen.lang.values import Num, maximum, minimum, sqrt, where
+from optgen.lang.values import Num, maximum, minimum, where
 from optgen.ops.dtypes import of_pattern
 
 INFINITE = "; all of a block with an Inf reads as Inf, so that all of its steps become 0, in fp32 those of one element"
-SATURATES = "; Inf reads as a number, so that steps which it divides become too long where those of fp32 become 0"
 
 
 @dataclass(frozen=True)
 class PseudoLog(Packed):
-    """Codes of nonnegative values, which are encoded from +0 on and never read as 0."""
+    """Codes of the roots of nonnegative values, which are encoded from +0 on and never read as 0."""
 
+    of = "sqrt"
     signed = False
     plus_zero = True
     positive = True
@@ -33,17 +33,17 @@ class PseudoLog(Packed):
 
     @abstractmethod
     def _value(self, parts: Mapping[str, Num]) -> Num:
-        """Return the kept number: a root or a value."""
+        """Return the kept root."""
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         return self._encode(x, noise)[0]
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
         value = self._value(parts)
-        return value * value if self.of == "sqrt" else value
+        return value * value
 
     def decode_root(self, parts: Mapping[str, Num]) -> Num:
-        return self._value(parts) if self.of == "sqrt" else sqrt(self._value(parts))
+        return self._value(parts)
 
     # -- what is known of the error
 
@@ -70,7 +70,7 @@ class PseudoLog(Packed):
         low = minimum(x.lo, of_pattern(self.highest)) * (1 - relative)
         high = maximum(x.hi * (1 + relative), least)
         kept = x.spanning(where(lost, math.nan, low.clamp(min=0)), where(lost, math.nan, high))
-        return kept * kept if self.of == "sqrt" else kept
+        return kept * kept
 
 
 BEND = 1 - 1 / math.log(2) - math.log2(math.log(2))

@@ -12,7 +12,7 @@ from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words
 from optgen.formats.coded import Coded
-from optgen.formats.format import Field, Format, Noise, Rounding, View
+from optgen.formats.format import Field, Format, Noise, View
 from optgen.formats.scales import LARGEST, SMALLEST
 from optgen.lang.reductions import axis_max, axis_min, col_max, row_max
 from optgen.lang.spec import MatrixKind
@@ -29,7 +29,6 @@ class Rank1(Coded):
     element exceeds its scale.  It is known only after all of the tensor was read: one more sweep.
 
     bits      b, 2 to 8; codes of fewer than 8 bits are packed (narrow.py)
-    rounding  stochastic: E[code] = N * x / scale, but below the lowest code
     vectors   block size: a tensor without rows and columns has one f32 scale for as many neighbours
 
     Stored are `row`, the numbers of dimension 0, and `col`, those of all others side by side; dimensions of one index
@@ -41,7 +40,6 @@ class Rank1(Coded):
 
     bits: int = 4
     vectors: int = 128
-    rounding: Rounding = "auto"
     in_blocks: bool = False  # of a tensor without rows and columns
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
@@ -54,7 +52,7 @@ class Rank1(Coded):
 
     def __str__(self) -> str:
         scale = f"blocks of {self.vectors}" if self.in_blocks else "under the smallest of its indices' maxima"
-        return f"{self.bits}-bit unsigned {scale}: linear, no zero, fp32 scale, {self.described[1]}"
+        return f"{self.bits}-bit unsigned {scale}: linear, no zero, fp32 scale, nearest"
 
     @property
     def codes(self) -> int:
@@ -87,20 +85,18 @@ class Rank1(Coded):
             row_top = maximum(row_max(x), SMALLEST)
             col_top = maximum(axis_max(col_max(x)), SMALLEST)
             scales = {"row": row_top, "col": col_top}
-        return narrow.cut(self._code(x, self._scale(scales), noise), self.bits) | scales
+        return narrow.cut(self._code(x, self._scale(scales)), self.bits) | scales
 
     def _scale(self, parts: Mapping[str, Num]) -> Num:
         return parts["scale"] if self.in_blocks else minimum(parts["row"], axis_min(parts["col"]))
 
-    def _code(self, value: Num, scale: Num, noise: Noise | None) -> Num:
+    def _code(self, value: Num, scale: Num) -> Num:
         """The rounded code as it is stored, i32."""
         # Where an infinity meets itself it gets the last code; a NaN gets any.
         divisor = minimum(scale, LARGEST)
         exact = (value / divisor) * float(self.codes)
         exact = clip(exact, 1.0, float(self.codes))
-        if noise is None:
-            return -1 - cast(floor(0.5 - exact), dtypes.i32)  # a tie goes to the lower code, as in the paper
-        return words.dithered(exact, noise, -1)
+        return -1 - cast(floor(0.5 - exact), dtypes.i32)  # a tie goes to the lower code, as in the paper
 
     def times_scale(self, parts: Mapping[str, Num]) -> Num:
         scale = self._scale(parts)

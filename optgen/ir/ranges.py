@@ -214,7 +214,7 @@ _RULES: Mapping[str, RangeRule] = {
     "shl": lambda n, a: _wrap((a[0][0] * 2 ** n.args[1].attr, a[0][1] * 2 ** n.args[1].attr)),
     **dict.fromkeys(("block_max", "block_min", "axis_max", "axis_min"), lambda n, a: a[0]),
     "lookup": lambda n, a: (min(n.attr.values), max(n.attr.values)),
-    **dict.fromkeys(("search", "place"), lambda n, a: (0, len(n.attr.values))),
+    "search": lambda n, a: (0, len(n.attr.values)),
 }  # fmt: skip
 """Rules for operations whose intervals do not follow from the ends of their operands alone."""
 

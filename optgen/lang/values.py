@@ -31,7 +31,6 @@ from optgen.lang import refusals
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.prims import GATHERS, PRIMS, Prim, symbol
-from optgen.ops.tables import Table
 
 Num = Any  # Value | Tensor | sympy.Basic | float: whatever a reader reads
 
@@ -505,17 +504,3 @@ def bits(x: Num) -> Num:
 def from_bits(x: Num) -> Num:
     """The f32 with this i32 bit pattern."""
     return bitcast(x, dtypes.f32)
-
-
-def place(x: Num, table: Table) -> Num:
-    """f32: the number of a table's entry x, with a fraction between two entries; the first or last one beyond them."""
-    return _op("place", x, attr=table) if isinstance(x, Value) else placed(x, table)
-
-
-def placed(x: Num, table: Table) -> Num:
-    """`place` by `search` and `lookup`."""
-    last = len(table.values) - 1
-    below = search(x, table.following)
-    low, high = lookup(below, table), lookup(minimum(below + 1, last), table)
-    part = (x - low) / (high - low)
-    return cast(below, dtypes.f32) + where(low < high, where(part > 0, part, 0.0), 0.0)

@@ -206,7 +206,6 @@ _ROWS = (
          number=math.exp2, tensor="exp2", symbol=lambda m, x: m.Pow(2, x)),
     Prim("log2", "f", "log2(x) of a positive normal x; Inf and NaN stay", core=False, number=math.log2, tensor="log2",
          symbol=lambda m, x: m.log(x) / m.log(2)),
-    Prim("place", "f", "number of the table's entry x, with a fraction between two", f32, core=False),
     Prim("cbrt", "f", "cube root of x >= 0; Inf and NaN stay", core=False, host=True, number=math.cbrt,
          symbol=lambda m, x: m.Pow(x, m.Rational(1, 3))),
     Prim("cbrt_signed", "f", "cube root of any x: what lower makes of cbrt where x may be negative", core=False),

@@ -1,10 +1,9 @@
 """Tables of numbers, and the straight lines that say the same in fast maths.
 
 Primitives read a table: `lookup` gives its entry of that number, `search` counts how many entries do not exceed a
-value, `place` is the number of the entry that a value is, with a fraction between two.  Every backend can do the first
-two exactly.  Where the entries of either sign lie on few straight lines, as those of the dynamic maps do (each decade
-is one), fast maths computes the entry as the largest of these lines, and number and place as the smallest of others: a
-product and a sum for each line instead of a comparison for each entry.
+value.  Every backend can do both exactly.  Where the entries of either sign lie on few straight lines, as those of the
+dynamic maps do (each decade is one), fast maths computes the entry as the largest of these lines, and the number as the
+smallest of others: a product and a sum for each line instead of a comparison for each entry.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ class StraightLines:
 
     search  |k| = rint(max(min over the lines of slope * |x| + offset, least)), at most `most`
     lookup  |entry| = min(max over the lines of slope * |k| + offset, or 0), cap)
-    place   as `search`, of the entries themselves: a fraction where x is between two
     top     where the cell of the entry after `most` begins, which only positive numbers have; None: there is none
-    last    the entry `most`: from there to cap the place is on a line of its own
     signed  whether entries below `zero` mirror those above
     """
 
@@ -51,9 +48,7 @@ class StraightLines:
     most: int
     search: tuple[StraightLine, ...]
     lookup: tuple[StraightLine, ...]
-    place: tuple[StraightLine, ...]
     top: float | None
-    last: float
     cap: float
     signed: bool
 
@@ -75,12 +70,6 @@ class Table:
         return f"{self.name}_{zlib.crc32(struct.pack(f'<{len(self.values)}f', *self.values)):08x}"
 
     __repr__ = __str__
-
-    @property
-    def following(self) -> Table:
-        """The entries but the first: how many of them do not exceed x is the number of the last entry that does not."""
-        rest = zip(self.values, self.values[1:], strict=False)
-        return Table(f"{self.name}_following", tuple(b if a < b else NEVER for a, b in rest))
 
 
 @dataclass(frozen=True)
@@ -177,14 +166,7 @@ def _law(
         return None
     if not first and any(offset > 0 for _, offset in lookup):
         return None
-    # Between two entries too the place lies on the line through both: all of these, not only enough to touch each.
-    points = [(0.0, 0.0)] * (not first) + [(v, k) for k, v in numbered]
-    place = tuple(_runs(points, lambda line, p: _off(line, p) <= CELL / 2))
-    if any(min(a * x + b for a, b in place) < y - CELL for x, y in points):
-        return None  # not concave
-    return StraightLines(
-        zero, most, search, lookup, place, starts[-1] if last else None, entries[most - 1], max(entries), signed
-    )
+    return StraightLines(zero, most, search, lookup, starts[-1] if last else None, max(entries), signed)
 
 
 def _off(line: StraightLine, point: tuple[float, float]) -> float:

@@ -3,9 +3,8 @@
 rewrite:
     exp2(x), log2(x), cbrt(x), power(x, y)  ->  polynomials and bit operations on f32 and i32
     exp(x), log(x), tanh(x), sigmoid(x), erf(x), erfinv(x), atan2(y, x), c ** x  ->  likewise (lang/elementary.py)
-    place(x)  ->  search and lookup, in tables without a law or in strict maths
 rewrite (ROUNDS):
-    table   lookup(x), search(x), place(x) of a table with a law  ->  the largest, or smallest, of a few straight lines:
+    table   lookup(x), search(x) of a table with a law  ->  the largest, or smallest, of a few straight lines:
             entries within 2^-20 of the table's, ends of cells within 2^-12 of a cell
 """
 
@@ -18,13 +17,13 @@ from typing import Any
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter, postorder
 from optgen.ir.program import Program
-from optgen.lang import elementary, values
+from optgen.lang import elementary
 from optgen.lang.elementary import finite, horner
 from optgen.lang.values import Num, Value, bits, cast, from_bits, maximum, minimum, rint, where
 from optgen.ops import spaces
 from optgen.ops.dtypes import f32, i32
 from optgen.ops.prims import PRIMS
-from optgen.ops.tables import StraightLine, StraightLines, through
+from optgen.ops.tables import StraightLine, StraightLines
 
 # Taylor coefficients of 2**f, highest first: ln(2)**k / k!; |f| <= 1/2 leaves 5e-9 after the seventh power.
 _EXP2 = (1.5252734e-5, 1.540353e-4, 1.3333558e-3, 9.618129e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
@@ -104,11 +103,6 @@ def _lines(x: Num, lines: tuple[StraightLine, ...], pick: Callable[[Num, Num], N
     return found[0]
 
 
-def _size(x: Num, law: StraightLines) -> Num:
-    """|x|: no product, or the slopes, some of them 10^6, would be gathered with the reciprocal of a tiny scale."""
-    return abs(x) if law.signed else maximum(x, 0.0)
-
-
 def lookup(x: Num, law: StraightLines) -> Num:
     """The entry number x of a table with a law."""
     k = cast(x - law.zero, f32)
@@ -122,7 +116,8 @@ def lookup(x: Num, law: StraightLines) -> Num:
 
 def search(x: Num, law: StraightLines) -> Num:
     """The code of x in a table with a law."""
-    size = _lines(_size(x, law), law.search, minimum)
+    # |x|: no product, or the slopes, some of them 10^6, would be gathered with the reciprocal of a tiny scale.
+    size = _lines(abs(x) if law.signed else maximum(x, 0.0), law.search, minimum)
     if law.least:
         size = maximum(size, float(law.least))
     k = rint(minimum(size, float(law.most)))
@@ -133,22 +128,7 @@ def search(x: Num, law: StraightLines) -> Num:
     return cast(k + float(law.zero), i32)
 
 
-def place(x: Num, law: StraightLines) -> Num:
-    """The place of x among the entries of a table with a law."""
-    y = _lines(_size(x, law), law.place, minimum)
-    if law.least:
-        y = maximum(y, float(law.least))
-    y = minimum(y, float(law.most))
-    if law.signed:
-        y = where(x < 0.0, -y, y)
-    if law.top is not None:
-        slope, offset = through((law.last, float(law.most)), (law.cap, law.most + 1.0))
-        # A quotient may be a place above 1, and the line steep: beyond the last entry would be the first code.
-        y = where(x > law.last, minimum(x * slope + offset, law.most + 1.0), y)
-    return y + float(law.zero)
-
-
-LAWS: dict[str, Callable[[Num, StraightLines], Num]] = {"lookup": lookup, "search": search, "place": place}
+LAWS: dict[str, Callable[[Num, StraightLines], Num]] = {"lookup": lookup, "search": search}
 
 
 def _nodes(means: Callable[..., Num], *given: Any) -> Node:
@@ -165,8 +145,6 @@ def _rewriter(fast: bool) -> Rewriter:
     def rule(node: Node) -> Node:
         if fast and _has_law(node):
             return _nodes(LAWS[node.op], node.args[0], node.attr.law)
-        if node.op == "place":
-            return _nodes(values.placed, node.args[0], node.attr)
         if not node.args or node.space == spaces.host:
             return node
         if node.op == "atan2":  # whose definition takes the bits of both: of a host scalar, among elements

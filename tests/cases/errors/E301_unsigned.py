@@ -2,7 +2,7 @@ from optgen.formats import Blocked, Plan, linear
 from optgen.lang import hyper, optimizer, state
 from optgen.ops import dtypes
 
-all_root = Plan("Roots everywhere.", nonneg=Blocked(8, 64, linear, signed=False, of="sqrt"))
+all_root = Plan("Roots everywhere.", nonneg=Blocked(8, 64, linear, signed=False))
 wrong = all_root.but(overrides={"m": all_root.nonneg})
 
 

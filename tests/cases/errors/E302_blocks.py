@@ -2,7 +2,7 @@ from optgen.formats import Blocked, LogMinMax, Plan
 from optgen.ops import dtypes
 from specs.adamw import adamw
 
-uneven = Plan("Two block sizes.", signed=Blocked(8, 64), nonneg=LogMinMax(8, 32, of="sqrt"))
+uneven = Plan("Two block sizes.", signed=Blocked(8, 64), nonneg=LogMinMax(8, 32))
 
 
 def case():

@@ -29,12 +29,11 @@ struct Product {
 // NOISE      random bits of an element; 0: rounded to nearest
 // LOOPS      in which a new value is stored; ROOT_LOOP: the one that knows the root that is read back of it
 // READS      the loops that read the new value, DRAWS those that draw random bits, one bit each
-// KEPT       arrays of a tile
 // ROOTED     the root is encoded in the place of the value
 // HAS_ROOT   there is a function `root`
 // WIDE       reads floats of more bits than bf16, whose NaNs may have any payload
 struct Codec {
-    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0, KEPT = 0;
+    static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0;
     static constexpr bool ROOTED = false, HAS_ROOT = false, WIDE = false;
     struct In {};                   // what is read of a block
     struct Head {};                 // what a loop reads and finds of a block
@@ -189,7 +188,7 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
     static constexpr int DRAWN = ((P::WRITTEN && P::DRAWS ? word_of<P>() : 0) | ... | drawn<V>(0));
     static constexpr int KEPT = ((P::WRITTEN && P::DRAWS && APART ? word_of<P>() : 0) | ... | drawn<V>(1));
     static constexpr bool NUMBERED = (false || ... || V::NUMBERED);
-    static constexpr int ARRAYS = (count(KEPT) + ... + (V::KEPT + input<V>() + next<V>() + root<V>()));
+    static constexpr int ARRAYS = (count(KEPT) + ... + (input<V>() + next<V>() + root<V>()));
     static constexpr int TILE = TileOf<Layout>::size(ARRAYS);
     static constexpr int ROOM = LOOPS > 1 ? TILE : W;
 

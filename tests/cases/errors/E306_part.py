@@ -1,4 +1,0 @@
-from optgen.formats import Plan, floats
-
-small = Plan("Everything in fp32.")
-smaller = small.but(sigend=floats.bf16)

@@ -1,3 +1,0 @@
-from optgen.formats import Plan, floats
-
-misspelt = Plan("bf16 moments.", sgned=floats.bf16)
