@@ -99,7 +99,7 @@ def loading(change: Callable[[Any], object]) -> Callable[[Any, Tensor], object]:
 
 def misshape(saved: Any) -> None:
     for x in saved["state"].values():
-        x.update({k: torch.zeros(3, 1, 2, dtype=torch.int32) for k in x if k != "own" and np.ndim(x[k])})
+        x.update({k: torch.zeros(3, 1, 2, dtype=torch.int32) for k in x if np.ndim(x[k])})
 
 
 REFUSED: dict[str, Callable[[Any, Any], object]] = {
@@ -157,7 +157,7 @@ class Run:
         for name, p, group in self.entries():
             kept = self.state(p)
             found[name] = {"weight": kept.get(TRAINED, p)} | {k: plain(x) for k, x in group.items() if k in NUMBERED}
-            made = (k for k in kept if k != TRAINED and (kept.get("step", 1) or k == "own"))
+            made = (k for k in kept if k != TRAINED and kept.get("step", 1))
             found[name] |= {f"state {k}": plain(kept[k]) for k in made}
         return {name: bits(values) for name, values in found.items()}
 
@@ -187,10 +187,9 @@ def distributed(old: Run, new: Run, flat: bool = False, saved: bool = False) -> 
     and ask a folder for these and the numbers of the new groups."""
     how = dcp.StateDictOptions(flatten_optimizer_state_dict=flat)
     take = partial(dcp.get_optimizer_state_dict, options=how)
-    theirs = {name: (new.opt.state[p], group) for name, p, group in new.entries()}
+    theirs = {name: group for name, _, group in new.entries()}
     for name, p, group in old.entries():
-        state, numbers = theirs[name]
-        state.update({k: torch.zeros(2) for k in old.state(p) if k == "own"})
+        numbers = theirs[name]
         numbers.update({k: torch.zeros_like(x) for k, x in group.items() if isinstance(x, Tensor)})
         numbers.update({k: 0 for k in group if k == "own"})
         if "momentum" in group and any(key.startswith("momentum_buffer") for key in old.state(p)):
@@ -491,10 +490,9 @@ class Machine(RuleBasedStateMachine):
                 p.requires_grad_(name not in self.frozen)
 
     @operation(which=parameters, seed=seeds)
-    def own_entries(self, which: int, seed: int) -> None:
-        """Let the script keep something of its own in a state and in a group, also before the first step."""
+    def own_key(self, which: int, seed: int) -> None:
+        """Let the script keep something of its own in a group."""
         for run, _, p in self.both(which):
-            run.opt.state[p]["own"] = torch.full((2,), float(seed % 1000))
             next(group for _, q, group in run.entries() if q is p)["own"] = seed
         self.check()
 
@@ -572,9 +570,8 @@ class Machine(RuleBasedStateMachine):
         stepped = all(p.requires_grad and "step" in old.state(p) for p in old.model.values())
         if way.startswith("distributed") and not stepped:
             return  # torch refuses it
-        own = any("own" in old.state(p) for p in old.model.values())
-        if way == "dense state dict" and (own or (self.cell.plan, self.cell.dtype) != ("fp32", "float32")):
-            return  # it has none of a user's entries, and of codes it is near
+        if way == "dense state dict" and (self.cell.plan, self.cell.dtype) != ("fp32", "float32"):
+            return  # of codes it is near
         if self.two or self.cell.rule in SUMS or not self.cell.named:  # sums have the order of the parameters
             shuffled = 0
         new = self.made({name: torch.full_like(p, 3.0).detach() for name, p in old.model.items()}, shuffled)
@@ -638,7 +635,7 @@ class Machine(RuleBasedStateMachine):
         if what.startswith("a step") and (self.two or not p.requires_grad):
             return
         states = [run.state(q) for q in run.model.values()]
-        if what.startswith("states") and not any(np.ndim(x[k]) for x in states for k in x if k != "own"):
+        if what.startswith("states") and not any(np.ndim(x[k]) for x in states for k in x):
             return
         weight, rates = p.data, [group["lr"] for group in run.opt.param_groups]
         self.give(run, self.gradients(seed))

@@ -267,11 +267,9 @@ def test_a_run_goes_on_as_it_would_have(way: str, tmp_path: Path) -> None:
     again = AdamMini(other.named_parameters(), lr=1e-2, blocks={"*.q_proj.weight": 2})
     if way == "file":
         optgen.save_checkpoint(tmp_path / "run.pt", opt, model)
-        with pytest.warns(UserWarning, match="3 parameters otherwise .* 'attn.q_proj.weight' has 8, not 2"):
-            optgen.load_checkpoint(tmp_path / "run.pt", again, other)
+        optgen.load_checkpoint(tmp_path / "run.pt", again, other)
     else:
-        with pytest.warns(UserWarning, match="3 parameters otherwise than the `blocks`"):
-            again.load_state_dict(opt.state_dict())
+        again.load_state_dict(opt.state_dict())
     assert again.param_groups[0]["blocks"] == opt.param_groups[0]["blocks"]
     train(opt, model, grads[2:])
     train(again, other, grads[2:])

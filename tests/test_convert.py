@@ -105,21 +105,6 @@ def test_low_bits_that_no_step_has_taken(tmp_path: Path, to: str) -> None:
     assert all(torch.equal(found[name], full[name]) for name in SHAPES)
 
 
-@pytest.mark.parametrize("to", ["fp32_master", "torch"])
-def test_a_users_own_entries_are_left_out(tmp_path: Path, to: str) -> None:
-    model = cast_model(Net(), torch.bfloat16)
-    opt = AdamW(model.named_parameters(), plan="int8_split24")
-    train(opt, range(1))
-    opt.state[model.w]["ema"] = torch.ones(2)
-    opt.state["n"] = 5
-    a, b = str(tmp_path / "a.pt"), str(tmp_path / "b.pt")
-    save_checkpoint(a, opt, model)
-    assert container.read(a)["optimizer"]["state"]["n"] == 5
-    convert(a, b, to=to)
-    found = torch.load(b, weights_only=True)["state"] if to == "torch" else container.read(b)["optimizer"]["state"]
-    assert len(found) == 2 and all("exp_avg" in entry and "ema" not in entry for entry in found.values())
-
-
 def test_groups_and_a_file_without_a_model(tmp_path: Path) -> None:
     """Each group's options go over, its own plan is replaced; weights come from another file, under their names."""
     model = cast_model(Net(), torch.bfloat16)

@@ -33,6 +33,10 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(79, 52, bias=False), nn.Linear(52, 7, bias=False)
 
 
+PARTS = ("optimizer", "model")
+"""What is damaged of a content: the rest is what save_checkpoint alone writes."""
+
+
 def ready(cls: Any, plan: str, steps: int, seed: int = 0) -> tuple[nn.Module, Any]:
     """A model and its optimizer in two groups after so many steps."""
     model = cast_model(Net(), torch.bfloat16)
@@ -122,7 +126,7 @@ def read(content: Any, path: Path, model: nn.Module, opt: Any, before: Any) -> s
     return "loaded"
 
 
-@pytest.mark.filterwarnings("ignore:.*no state for", "ignore:.*otherwise than the", "ignore:.*is no option")
+@pytest.mark.filterwarnings("ignore:.*no state for", "ignore:.*is no option")
 @pytest.mark.parametrize(("cls", "plan"), [(AdamW, "int8_split24"), (AdamW, "fp32_master"), (CAME, "int8_split24")])
 def test_files_whose_content_was_wrong_when_they_were_written(tmp_path: Path, cls: Any, plan: str) -> None:
     source, other = ready(cls, plan, 2), ready(CAME, "bf16", 1)
@@ -137,7 +141,7 @@ def test_files_whose_content_was_wrong_when_they_were_written(tmp_path: Path, cl
     @given(st.integers(0, 2**32 - 1))
     def check(seed: int) -> None:
         broken = copy.deepcopy(content)
-        damage(random.Random(seed), broken, foreign)
+        damage(random.Random(seed), {key: broken[key] for key in PARTS}, {key: foreign[key] for key in PARTS})
         outcomes[read(broken, path, *copy.deepcopy(fresh), before)] += 1
 
     check()

@@ -87,7 +87,6 @@ def test_for_as_many_minutes_as_asked() -> None:
 
 EDIT = ("edit", {"kind": "zeros", "way": "copy_", "which": 0, "seed": 1})
 STEP = ("backward", {"seed": 1})
-FAR = ("resume", {"seed": 1, "way": "distributed"})
 REPLAYS: list[tuple[Cell, int, list[tuple[str, Any]]]] = [
     (  # in one group steps counted on the device, and steps counted on the host
         Cell("lion", "fp32", "bfloat16", "triton", fused=True),
@@ -119,8 +118,6 @@ REPLAYS: list[tuple[Cell, int, list[tuple[str, Any]]]] = [
         (Cell("adamw", "int8_split24", "bfloat16", "cpp"), 1, [("train", {"seed": 1, "count": 3} | x), ("step", then)])
         for x, then in [({}, {"seed": 1, "form": "float32"}), ({"lacking": 2}, {"seed": 1})]
     ),
-    # entries of the user, before there are states
-    (Cell("sam(adamw)"), 1, [("own_entries", {"which": 0, "seed": 1}), ("train", {"seed": 1}), FAR]),
     # parameters that are added, frozen and thawed while gradients are released
     (
         Cell("adamw", "int8_split24", "bfloat16"),

@@ -23,7 +23,7 @@ from optgen.runtime.records import keys
 from optgen.verify import bounds
 from tests import training
 from tests.harness import ROOT, plan_of, python
-from tests.training import DTYPES, bits, everything, give, states, through_file, train
+from tests.training import DTYPES, bits, everything, give, states, train
 
 SHAPES = [(), (1,), (7,), (8,), (0,), (3, 0), (5, 7), (65, 64), (2, 3, 5), (2, 4, 3, 3)]
 """One of them is kept in codes where a plan has any."""
@@ -402,43 +402,10 @@ def test_the_way_an_optimizer_runs_is_not_a_checkpoints() -> None:
         found["param_groups"][0].update(running)
     opt.load_state_dict(dense)
     assert {**opt.param_groups[0], "lr": 0.5} == before and opt.param_groups[0]["lr"] == 0.25
-    with pytest.warns(UserWarning, match="keeps 1 parameters otherwise than the `overrides`"):
-        opt.load_state_dict(own)
+    opt.load_state_dict(own)
     group = opt.param_groups[0]
     assert all(group.get(key) == before.get(key) for key in running)
     assert (group["plan"], group["seed"], group.get("overrides")) == ("fp32", 0, None)
-
-
-def test_a_users_own_entries_are_kept_saved_and_loaded() -> None:
-    """As torch keeps them; those of a parameter that has made no step, or never will, as well."""
-    (opt, params), (plain, others) = fresh(torch.bfloat16), fresh(torch.bfloat16)
-    frozen = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
-    opt.add_param_group({"params": [frozen]})
-    opt.state[params[4]]["early"] = 3
-    train(opt, range(2))
-    train(plain, range(2))
-    opt.state[params[0]]["ema"] = params[0].detach().clone()
-    opt.state[params[1]]["window"] = [torch.ones(2), "text"]
-    opt.state[frozen]["seen"] = 7
-    opt.state["n"] = 5
-    opt.state["mean"] = {"exp_avg": 1.0, "step": 3}
-    dense = opt.dense_state_dict()["state"]
-    assert {"ema", "window", "early", "seen", "n", "mean"}.isdisjoint({*dense}.union(*dense.values()))
-    opt.master_weights(), opt.memory()
-    opt.load_state_dict(through_file(opt.state_dict()))
-    assert torch.equal(opt.state[params[0]]["ema"], params[0])
-    assert opt.state[params[0]]["ema"].dtype is torch.bfloat16
-    assert opt.state[params[1]]["window"][1] == "text"
-    assert (opt.state[params[4]]["early"], opt.state[frozen], opt.state["n"]) == (3, {"seen": 7}, 5)
-    assert opt.state["mean"] == {"exp_avg": 1.0, "step": 3}
-    train(opt, range(2, 5))
-    train(plain, range(2, 5))
-    assert bits(params) == bits(others)
-    assert opt.state["n"] == 5 and "early" in opt.state[params[4]] and "ema" in opt.state[params[0]]
-    saved = copy.deepcopy(opt.state_dict())
-    saved["state"][1]["mean"] = torch.ones(2)
-    with pytest.raises(ValueError, match="mean: not expected"):
-        opt.load_state_dict(saved)
 
 
 def test_names_decide_the_order() -> None:
@@ -459,20 +426,6 @@ def test_names_decide_the_order() -> None:
         partly.load_state_dict(saved)
     opt.load_state_dict(AdamW(parameters(torch.bfloat16, shapes)).state_dict())
     assert opt.param_groups[0]["param_names"] == ["a", "b", "c"]
-
-
-def test_parameters_of_one_name_keep_their_order_among_themselves() -> None:
-    """As those of two models in one optimizer do, whatever stands between them."""
-    params, others = (parameters(torch.bfloat16, [(3,)] * 4) for _ in range(2))
-    opt = AdamW(list(zip(["w", "b", "w", "b"], params, strict=True)))
-    train(opt, range(2))
-    turned = AdamW([("b", others[1]), ("w", others[0]), ("b", others[3]), ("w", others[2])])
-    turned.load_state_dict(opt.state_dict())
-    assert [bits(opt.state[p]) for p in params] == [bits(turned.state[p]) for p in others]
-    assert turned.param_groups[0]["param_names"] == ["b", "w", "b", "w"]
-    other = AdamW([("w", others[0]), ("w", others[1]), ("w", others[2]), ("b", others[3])])
-    with pytest.raises(ValueError, match=r"expected parameters \['w'\], got \['b'\] in their place"):
-        other.load_state_dict(opt.state_dict())
 
 
 def test_torch_checkpoint_is_encoded() -> None:

@@ -271,7 +271,7 @@ def _rebuilt(found: Source, plan: str, dtype: torch.dtype | None) -> Any:
     made = type(old)(_grouped(old.param_groups, params), plan=plan)
     made.load_state_dict(old.dense_state_dict())
     for group, before in zip(made.param_groups, old.param_groups, strict=True):
-        group |= {key: before[key] for key in ("seed", "streams") if key in before}
+        group["seed"] = before["seed"]
     for e in entries.of(made.param_groups) if found.model is None else ():
         fields = checkpoint.select(type(made), e.group, e.p, e.name)[2].fields
         if state.of(made.state, e.p) and any(f.owner == "p" for f in fields):

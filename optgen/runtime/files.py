@@ -5,6 +5,7 @@ The form of a file is in `container`; a file is written whole or not at all, and
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +19,9 @@ from optgen.runtime.checkpoint.container import VERSION, Path_, read, refuse_sha
 from optgen.runtime.checkpoint.container import CheckpointError as CheckpointError
 from optgen.runtime.checkpoint.weights import compare_names
 from optgen.runtime.layout import layout, plans, sharding
-from optgen.runtime.optimizer import Checkpointed, Optimizer
-from optgen.runtime.options import entries, options
-from optgen.runtime.records import dtype_name, dtype_of
+from optgen.runtime.optimizer import Checkpointed, Loaded, Optimizer
+from optgen.runtime.options import entries
+from optgen.runtime.records import dtype_name
 from optgen.runtime.records.problems import Problems
 from optgen.runtime.states import low_bits
 from optgen.runtime.states.state import kind, problems
@@ -66,44 +67,34 @@ def load_checkpoint(path: Path_, optimizer: Checkpointed, model: nn.Module | Non
     """
     _refuse_foreign(optimizer)
     content = read(path)
-    new = _checked(f"{os.fspath(path)} does not fit, nothing was loaded", optimizer, model, content)
-    params, members = _parameters(optimizer), optimizer._members
-    before, waiting = [(one, one.state, one.param_groups) for one in members], _waiting(params)
-    optimizer.load_state_dict(content["optimizer"])
-    if model is not None:
-        try:
-            model.load_state_dict(content["model"])
-        except BaseException:
-            for one, state, groups in before:
-                one.state, one.param_groups = state, groups
-            _attach(model, params, waiting)
-            raise
-        stepped = [state_of(optimizer.state, p) is not None for p in params]
-        _attach(model, params, [None if done else _in_memory(bits) for done, bits in zip(stepped, new, strict=True)])
-    return _in_memory(content["extra"])
-
-
-def _checked(heading: str, optimizer: Checkpointed, model: nn.Module | None, content: Mapping[str, Any]) -> list[Any]:
-    """Return what a checkpoint has of each parameter's low bits; ValueError listing what does not fit."""
-    misfits = Problems(heading)
+    misfits = Problems(f"{os.fspath(path)} does not fit, nothing was loaded")
     expected, got = name_of(optimizer), content["about"]["class"]
     if sorted(got.split(" + ")) != sorted(expected.split(" + ")):  # of several rules in any order
         misfits.add(f"expected a checkpoint of {expected}, got one of {got}")
         misfits.stop()
-    parts = list(_parts(optimizer, content))
-    for part, _, own in parts:
-        misfits.lines += misread(type(part), part.defaults, own)
     if model is not None:
         _compare(model, content["model"], misfits)
     misfits.stop()
-    order: dict[int, int] = {}
-    for part, places, own in parts:
-        found = checkpoint.positions(part.param_groups, own["optimizer"]["param_groups"], misfits)
-        order |= {key: places[at] for key, at in found.items()}
+    loaded = optimizer._read(content["optimizer"])
+    numbers = [number for group in content["optimizer"]["param_groups"] for number in group["params"]]
+    position = {number: i for i, number in enumerate(numbers)}
+    places = {key: position[number] for _, found in loaded for key, number in found.numbers.items()}
+    misfits.lines += _misread(loaded, places, content["about"]["readings"])
     if model is not None:
-        _same_places(optimizer, model, content["about"]["parameters"], order, misfits)
+        _same_places(optimizer, model, content["about"]["parameters"], places, misfits)
     misfits.stop()
-    return [] if model is None else [content["waiting"][order[id(p)]] for p in _parameters(optimizer)]
+    if model is not None:
+        model.load_state_dict(content["model"])
+        for _, found in loaded:
+            found.rounded.clear()  # the model's weights are those that belong to the states
+    optimizer._take(loaded)
+    if model is not None:
+        for p in _parameters(optimizer):
+            bits = content["waiting"][places[id(p)]]
+            if bits is not None and state_of(optimizer.state, p) is None:
+                low_bits.attach(p, copy.deepcopy(bits))
+        low_bits.carry(model)
+    return copy.deepcopy(content["extra"])  # its tensors are still in the file
 
 
 def _refuse_foreign(optimizer: Any) -> None:
@@ -119,25 +110,6 @@ def name_of(optimizer: Checkpointed) -> str:
     return " + ".join(plans.generated_class(type(one)).__name__ for one in optimizer._members)
 
 
-def _parts(
-    optimizer: Checkpointed, content: Mapping[str, Any]
-) -> Iterator[tuple[Optimizer, Sequence[int], dict[str, Any]]]:
-    """Yield each optimizer of one rule, the positions of its parameters in a checkpoint, and its share of that."""
-    whole, numbers = content["about"], [n for group in content["optimizer"]["param_groups"] for n in group["params"]]
-    place = {number: k for k, number in enumerate(numbers)}
-    for part, saved in optimizer._split(content["optimizer"]):
-        places = [place[number] for group in saved["param_groups"] for number in group["params"]]
-        at = {k: i for i, k in enumerate(places)}
-        readings = [[at[k], *rest] for k, *rest in whole["readings"] if k in at]
-        own = {"parameters": [whole["parameters"][k] for k in places], "readings": readings}
-        yield part, places, {"optimizer": saved, "about": own}
-
-
-def _in_memory(value: Any) -> Any:
-    """Return a value with copies of the tensors that are still in the file."""
-    return checkpoint.copied(value, None, "extra", Problems("extra"))
-
-
 def _parameters(optimizer: Checkpointed) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -145,14 +117,6 @@ def _parameters(optimizer: Checkpointed) -> list[Tensor]:
 def _waiting(params: Sequence[Tensor]) -> list[Any]:
     """Return the low bits of each parameter that no step has taken yet, or None."""
     return [p.__dict__.get(low_bits.ATTRIBUTE) for p in params]
-
-
-def _attach(model: nn.Module, params: Sequence[Tensor], waiting: Sequence[Any]) -> None:
-    """Put low bits beside parameters of a model, where there are some."""
-    for p, bits in zip(params, waiting, strict=True):
-        if bits is not None:
-            low_bits.attach(p, bits)
-    low_bits.carry(model)
 
 
 def about(optimizer: Checkpointed, model: nn.Module | None) -> dict[str, Any]:
@@ -185,54 +149,38 @@ def _readings(optimizer: Checkpointed) -> list[list[Any]]:
             if size < smallest.get(key := (one, plan, variant), (math.inf,))[0]:
                 smallest[key] = size, whole.position, one, entry
     return [
-        [position, name, values]
-        for _, position, one, e in smallest.values()
-        for name, values in _first_values(type(one), e.group, e.p, one.state[e.p], e.name).items()
+        [position, name, values.tolist()]
+        for _, position, one, entry in smallest.values()
+        for name, values in _first_values(type(one), entry, one.state[entry.p]).items()
     ]
 
 
-def _first_values(
-    cls: type, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Any], label: plans.Label
-) -> dict[str, list[float]]:
+def _first_values(cls: type, entry: entries.Entry, kept: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the first values of every state that is kept in codes; {} if the state does not fit the plan."""
-    _, plan, variant = checkpoint.select(cls, group, p, label)
+    _, plan, variant = checkpoint.select(cls, entry.group, entry.p, entry.name)
     coded = [x for x in variant.states if not variant.is_plain(x) and x not in variant.eager.matrices]  # element-wise
-    if not coded or any(problems(variant, p, kept)):
+    if not coded or any(problems(variant, entry.p, kept)):
         return {}
     with torch.no_grad():
-        values = layout.first(plan, variant, p, kept, coded, READ)
-    return {name: values[name].reshape(-1)[:READ].tolist() for name in coded}
+        values = layout.first(plan, variant, entry.p, kept, coded, READ)
+    return {name: value.reshape(-1)[:READ].cpu() for name, value in values.items()}
 
 
-def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
-    """Return a line for every state that the plan of its name reads as other numbers than it was saved as.
+def _misread(loaded: Loaded, places: Mapping[int, int], readings: Sequence[Any]) -> Iterator[str]:
+    """Yield a line for every state that the plan of its name reads as other numbers than it was saved as.
 
-    What does not fit the plan in shape is left to loading.
+    places   id(parameter) -> its position in the checkpoint
     """
-    saved = content["optimizer"]
-    rows, lines = list(entries.of(saved["param_groups"])), []
-    for at, name, values in content["about"]["readings"]:
-        number, group, *_, label = rows[at]
-        kept, one = saved["state"].get(number), content["about"]["parameters"][at]
-        if not isinstance(kept, Mapping) or any(
-            isinstance(value, Tensor) and checkpoint.without_values(value) for value in kept.values()
-        ):
-            continue
-        try:
-            group = {**defaults, **group, **options.check(cls, {**defaults, **group})}
-            p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]), device="cpu")
-            now = _first_values(cls, group, p, kept, label).get(name, values)
-        except (TypeError, ValueError, RuntimeError):  # no such plan, or not for this dtype; no room for such a shape
-            continue
+    rows = {places[id(e.p)]: (part, found, e) for part, found in loaded for e in entries.of(found.groups)}
+    for position, name, values in readings:
+        part, found, entry = rows[position]
+        now = _first_values(type(part), entry, found.states.get(entry.p, {})).get(name)
         # Far more than machines differ by, far less than the codes of one curve differ from those of another.
-        for old, new in zip(values, now, strict=True):
-            if not (math.isclose(old, new, rel_tol=2**-12) or (math.isnan(old) and math.isnan(new))):
-                lines.append(
-                    f"parameter {at}: {name} was saved as {old:.6g}, and plan {group['plan']!r} reads it as {new:.6g}: "
-                    f"it is not the plan that the checkpoint was made with"
-                )
-                break
-    return lines
+        if now is not None and not torch.allclose(now, torch.tensor(values), rtol=2**-12, atol=0, equal_nan=True):
+            yield (
+                f"parameter {position}: plan {entry.group['plan']!r} reads {name} as other numbers than were saved: it "
+                f"is not the plan that the checkpoint was made with"
+            )
 
 
 # -- whether a model is the one that was saved -------------------------------------------------------------------
@@ -251,7 +199,7 @@ def _compare(model: nn.Module, saved: Any, misfits: Problems) -> None:
 
 
 def _same_places(
-    optimizer: Checkpointed, model: nn.Module, saved: Sequence[Mapping[str, Any]], order: Mapping[int, int],
+    optimizer: Checkpointed, model: nn.Module, saved: Sequence[Mapping[str, Any]], places: Mapping[int, int],
     misfits: Problems,
 ) -> None:  # fmt: skip
     """Add a misfit for every parameter that would go on with the state of another of the model's weights.
@@ -260,6 +208,6 @@ def _same_places(
     """
     keys, live = _keys(model), model.state_dict(keep_vars=True)
     for p, *_, label in entries.of(optimizer.param_groups):
-        now, then = keys.get(id(p)), saved[order[id(p)]].get("key") if id(p) in order else None
+        now, then = keys.get(id(p)), saved[places[id(p)]]["key"]
         if now is not None and then is not None and live.get(then) is not p:  # a tied weight has several keys
             misfits.add(f"{label}: expected the state of {now}, got that of {then}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any, ClassVar, overload
 
@@ -37,6 +37,10 @@ Raises ValueError for a number out of its range and TypeError for what is no num
 """The end of the docstring of every generated class."""
 
 
+Loaded = Sequence[tuple[Any, checkpoint.Loaded]]
+"""Optimizers of one rule, each with the groups and states that it takes over."""
+
+
 class Checkpointed(torch.optim.Optimizer):
     """The base of optimizers of one rule and of several: state dicts, full weights, inputs, plans and memory."""
 
@@ -47,9 +51,14 @@ class Checkpointed(torch.optim.Optimizer):
         """The optimizers of one rule: this one, or its parts."""
         return [self]
 
-    def _split(self, saved: dict[str, Any]) -> Iterable[tuple[Any, dict[str, Any]]]:
-        """Return each of these with its share of a state dict; ValueError if that is of other rules."""
-        return [(self, saved)]
+    def _read(self, state_dict: Mapping[str, Any]) -> Loaded:
+        """Return each of these with what it takes over of a state dict; ValueError if that does not fit."""
+        return [(one, read(one, state_dict)) for one in self._members]
+
+    def _take(self, loaded: Loaded) -> None:
+        """Go on with groups and states that were read."""
+        for one, found in loaded:
+            take(one, found)
 
     def _matched(self) -> Iterator[tuple[Any, Entry, Entry]]:
         """Yield, by parameter, the optimizer of one rule that steps it, its entry there, and its entry here."""
@@ -75,7 +84,7 @@ class Checkpointed(torch.optim.Optimizer):
                 raise RuntimeError(f"{type(one).__name__}.{action} in evaluation: call train() first")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict as torch does, with options as Python numbers and the names of a user's own entries.
+        """Return the state dict as torch does, with options as Python numbers.
 
         It is for `load_state_dict` of the same rules.  Codes stand under names of their own (`exp_avg_codes`), so that
         torch.optim does not take them for states: `dense_state_dict` is the form that torch.optim loads.
@@ -84,17 +93,12 @@ class Checkpointed(torch.optim.Optimizer):
         """
         self._refuse_midway("state_dict()")
         found = super().state_dict()
-        own: dict[int, tuple[type[Optimizer], dict[str, list[str]]]] = {}
-        for one in self._members:
-            found = inputs.whole(type(one), found)
-            names = checkpoint.own_names(type(one), one.param_groups, one.state)
-            own |= {id(g): (type(one), mine) for g, mine in zip(one.param_groups, names, strict=True)}
+        owners = {id(group): type(one) for one in self._members for group in one.param_groups}
+        for cls in dict.fromkeys(owners.values()):
+            found = inputs.whole(cls, found)
         for group, saved in zip(self.param_groups, found.get("param_groups", ()), strict=False):  # or as hooks left it
             if isinstance(saved, dict):
-                cls, mine = own[id(group)]
-                saved |= {**options.in_plain_numbers(cls, saved), **mine}
-        if all(group.get("param_names") is None for group in self.param_groups):
-            found[options.UNNAMED] = True
+                saved |= options.in_plain_numbers(owners[id(group)], saved)
         return found
 
     def dense_state_dict(self) -> dict[str, Any]:
@@ -482,7 +486,7 @@ class Optimizer(Checkpointed):
         One that was taken in evaluation leaves this optimizer in evaluation, and the model's weights as they are until
         `train()`; in evaluation any other is refused by a RuntimeError.
         """
-        take(self, read(self, state_dict))
+        self._take(self._read(state_dict))
 
 
 def read(one: Optimizer, state_dict: Mapping[str, Any]) -> checkpoint.Loaded:
@@ -551,7 +555,7 @@ def _admitted(cls: type[Optimizer], params: Any) -> list[Tensor]:
 
 def _described(cls: type[Optimizer], group: Mapping[str, Any]) -> str:
     """Return the number of a group's parameters and its options; of single parameters, how many have each."""
-    shown = {k: v for k, v in group.items() if k not in ("params", "param_names", "streams", "format")}
+    shown = {k: v for k, v in group.items() if k not in ("params", "param_names", "format")}
     for key in ("overrides", "blocks"):
         if isinstance(shown.get(key), tuple):  # as many pairs as parameters, maybe
             shown[key] = dict(Counter(value for _, value in shown[key]))

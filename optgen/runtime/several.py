@@ -14,8 +14,8 @@ from torch import Tensor
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout.plans import Label
 from optgen.runtime.modes.watch import SAMPLE, Callback, Watches, Writer
-from optgen.runtime.optimizer import Checkpointed, Optimizer, read, take
-from optgen.runtime.options import options, overrides
+from optgen.runtime.optimizer import Checkpointed, Loaded, Optimizer, read
+from optgen.runtime.options import overrides
 from optgen.runtime.records.problems import Problems
 from optgen.runtime.records.uninterrupted import Uninterrupted
 from optgen.runtime.states import state
@@ -275,9 +275,13 @@ class Several(Checkpointed):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of the same rules; ValueError lists what does not fit, and nothing has changed."""
-        loaded = [(part, read(part, own)) for part, own in self._split(checkpoint.opened(self, state_dict))]
-        for part, found in loaded:
-            take(part, found)
+        self._take(self._read(state_dict))
+
+    def _read(self, state_dict: Mapping[str, Any]) -> Loaded:
+        return [(part, read(part, own)) for part, own in self._split(checkpoint.opened(self, state_dict))]
+
+    def _take(self, loaded: Loaded) -> None:
+        super()._take(loaded)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -295,9 +299,8 @@ class Several(Checkpointed):
             self._refuse(groups, sorted(set().union(*wrong)))
         shares = [{number for group in own for number in group["params"]} for own in dealt.values()]
         shares[0] |= states.keys() - set().union(*shares)  # what is beside all parameters is of the first part
-        rest = {key: value for key, value in saved.items() if key == options.UNNAMED}
         return [
-            (part, {"state": {key: states[key] for key in mine if key in states}, "param_groups": own, **rest})
+            (part, {"state": {key: states[key] for key in mine if key in states}, "param_groups": own})
             for (part, own), mine in zip(dealt.items(), shares, strict=True)
         ]
 

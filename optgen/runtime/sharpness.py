@@ -145,7 +145,7 @@ class TwoPhase(Optimizer, SAM):
 
     def _ascend(self, params: list[Any]) -> None:
         """Make the ascent with the options of now."""
-        own = ("params", "param_names", "streams", "maximize", "backend")
+        own = ("params", "param_names", "maximize", "backend")
         keys = dict(zip(own, own, strict=True), **self.ASCENDS)
         groups = [{x: g[y] for x, y in keys.items() if y in g} | {"seed": g["seed"] + 1} for g in self.param_groups]
         ascent = self.ASCENT(groups)

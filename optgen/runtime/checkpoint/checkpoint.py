@@ -15,11 +15,11 @@ import copy
 import importlib
 import itertools
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from optgen.runtime.layout import layout, messages, plans, sharded_states, sharding
 from optgen.runtime.options import blocks, options, overrides
 from optgen.runtime.options.entries import labels as labels_of
-from optgen.runtime.records import Variant, as_float, beside, fed_name, keys
+from optgen.runtime.records import Variant, as_float, beside, fed_name
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.problems import SHOWN, Problems
@@ -36,9 +36,8 @@ from optgen.runtime.records.warn import warn
 from optgen.runtime.states import low_bits, state
 
 Groups = list[dict[str, Any]]
-Key = tuple[Any, int]
-Keys = list[list[Key]]
-"""Names of the parameters of each group, with the number of earlier ones of that name."""
+Keys = list[list[Any]]
+"""What tells the parameters of each group apart: their names, or (group, place)."""
 
 FORMAT = 5
 """The form of a group and its states, saved under "format"; no other is read. It rises where keys of groups or states
@@ -62,56 +61,6 @@ def is_stack(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) 
     return variant.needs_matrix and variant.matrix == "last"
 
 
-def own_names(cls: Any, groups: Groups, states: Mapping[Any, Any]) -> list[dict[str, list[str]]]:
-    """Return the names of a user's own entries, for each group of a state dict."""
-    found: list[dict[str, list[str]]] = []
-    for group, labels in zip(groups, labels_of(groups), strict=True):
-        rows = [(p, label) for p, label in zip(group["params"], labels, strict=True) if states.get(p)]
-        own = [states[p].keys() - keys_of(cls, group, p, label) for p, label in rows]
-        names = sorted({key for keys in own for key in keys if isinstance(key, str)})
-        found.append({options.ENTRIES: names} if names else {})
-    beside = [key for key in states if isinstance(key, str)]
-    if beside and found:
-        found[0][options.BESIDE] = beside
-    return found
-
-
-def keys_of(cls: Any, group: Mapping[str, Any], p: Tensor, label: plans.Label) -> frozenset[str]:
-    """Return the keys of a parameter's state under its plan, for any setting of the flags."""
-    trained = p.dtype in overrides.TRAINED
-    return _fields(plans.chosen(cls, group, p.dtype, label).pair) if trained else frozenset()
-
-
-@lru_cache(maxsize=256)
-def _fields(plan: Pair) -> frozenset[str]:
-    """Return the keys of the states of all variants of a plan."""
-    return frozenset({"step", state.TRAINED}).union(*(v.keys for v in plan.variants))
-
-
-def _listed(group: Mapping[str, Any], key: str) -> set[str]:
-    """Return the names listed in a group under `key`, empty unless it is a list."""
-    found = group.get(key, ())
-    return {name for name in found if isinstance(name, str)} if isinstance(found, (list, tuple)) else set()
-
-
-def copied(value: Any, device: torch.device | None, name: str, misfits: Problems) -> Any:
-    """Copy a user's own entry as torch.optim does: tensors are copied, to `device` if given; other objects are shared.
-
-    A tensor without values is a misfit.
-    """
-    if isinstance(value, Tensor):
-        if value.layout is torch.strided and without_values(value):
-            misfits.add(f"{name}: expected a tensor with values, got one without")
-            return value
-        return value.detach().to(device or value.device, copy=True)
-    if isinstance(value, dict):
-        kind = type(value) if type(value) in (Counter, OrderedDict) else dict
-        return kind({key: copied(x, device, name, misfits) for key, x in value.items()})
-    if type(value) in (list, tuple):
-        return type(value)(copied(x, device, name, misfits) for x in value)
-    return value
-
-
 Absent = list[tuple[Tensor, str]]
 """Parameters without a state in a checkpoint, and their names."""
 
@@ -120,18 +69,19 @@ class Loaded(NamedTuple):
     """The states and groups that an optimizer takes over.
 
     rounded   (p, its new values): weights whose low bits went into the states
+    numbers   id(parameter) -> its number in the checkpoint
     """
 
     states: dict[Any, state.State]
     groups: Groups
     rounded: list[tuple[Tensor, Tensor]]
+    numbers: dict[int, Any]
 
 
 def read(cls: Any, groups: Groups, saved: Mapping[str, Any], present: Mapping[Any, Any]) -> Loaded:
     """Read a state dict for an optimizer of class `cls` with these groups and the states `present`.
 
-    The result shares nothing with `saved` but immutable values and, in a user's own entries, objects other than
-    tensors, dicts, lists and tuples. Raises ValueError listing all misfits.
+    The result shares nothing with `saved`. Raises ValueError listing all misfits.
     """
     misfits = Problems(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
     saved_groups, saved_state = parts(saved, misfits)
@@ -141,35 +91,22 @@ def read(cls: Any, groups: Groups, saved: Mapping[str, Any], present: Mapping[An
     pairs = enumerate(zip(groups, sources, strict=True))
     merged = [_merge(cls, i, *pair, order, bare, misfits) for i, pair in pairs]
     misfits.stop()
-    _take_streams(merged, saved_groups, matched, saved.get(options.UNNAMED) is True)
     _take_settings(cls, groups, merged, saved_groups, matched)
-    loaded, absent = (
-        Loaded(_beside(saved_groups, saved_state, matched, misfits), merged, []),
-        Absent(),
-    )
-    mine = own_names(cls, groups, present)  # torch's flattened form has only the keys that the live groups have
-    for group, saved_group, own, labels in zip(merged, sources, mine, labels_of(merged), strict=True):
-        reading = _Reading(cls, group, {**own, **saved_group}, misfits, loaded)
+    known = set(order.values())
+    misfits.lines += [
+        f"state of {key!r}: expected parameters of the groups only, it is in none"
+        for key in saved_state
+        if key not in known
+    ]
+    loaded, absent = Loaded({}, merged, [], order), Absent()
+    for group, saved_group, labels in zip(merged, sources, labels_of(merged), strict=True):
+        reading = _Reading(cls, group, saved_group, misfits, loaded)
         absent += reading.read(labels, [order[id(p)] for p in group["params"]], saved_state)
     if messages.anywhere(bool(misfits.lines), [p for group in merged for p in group["params"]]) and not misfits.lines:
         misfits.add("another rank found what does not fit its parts, and says it")
     misfits.stop()
     _warn_of_absent(cls, absent, present, loaded.states)
     return loaded
-
-
-def _beside(
-    groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any], matched: Matched, misfits: Problems
-) -> dict[Any, Any]:
-    """Return copies of what a user keeps beside the states of the parameters; misfits for what else is there."""
-    numbers = set(matched.order.values())
-    own = set[Any]().union(*(_listed(group, options.BESIDE) for group in groups)) - numbers
-    misfits.lines += [
-        f"state of {key!r}: expected parameters of the groups only, it is in none"
-        for key in states
-        if key not in numbers and key not in own
-    ]
-    return {key: copied(value, None, key, misfits) for key, value in states.items() if key in own}
 
 
 def _warn_of_absent(cls: Any, absent: Absent, present: Mapping[Any, Any], states: Mapping[Any, Any]) -> None:
@@ -277,23 +214,31 @@ class Matched(NamedTuple):
 
 
 def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Problems) -> Matched:
-    """Match parameters by name over all groups if both sides have names, else by position.
+    """Match parameters by name over all groups if both sides have names that tell them apart, else by position.
 
     Names of wrappers (torch.compile, checkpoint_wrapper) are ignored.  Raises ValueError listing what one side lacks,
     and the groups whose parameters are in several saved ones.
     """
     mine, theirs = _keys(groups, saved, misfits)
-    alike = [*map(set, mine)] == [*map(set, theirs)]
-    _compare_keys(set().union(*mine), set().union(*theirs), alike, misfits)
+    own, others = (set[Any]().union(*keys) for keys in (mine, theirs))
+    if own != others:
+        lacking, extra = some([*own - others]), some([*others - own])
+        line = f"expected parameters {lacking}, " if own - others else f"parameters {extra}: not expected"
+        line += "" if own <= others else f"got {extra} in their place" if others - own else "they are missing"
+        if not own & others:
+            line += "; no name is known: without 'param_names' in its groups, a state dict is read by position"
+        misfits.add(line)
+    misfits.stop()
     places = {
         key: (number, i)
-        for i, (own, other) in enumerate(zip(theirs, saved, strict=True))
-        for key, number in zip(own, other["params"], strict=True)
+        for i, (keys, other) in enumerate(zip(theirs, saved, strict=True))
+        for key, number in zip(keys, other["params"], strict=True)
     }
+    alike = [*map(set, mine)] == [*map(set, theirs)]
     order, sources = dict[int, Any](), list[Mapping[str, Any]]()
-    for i, (own, group) in enumerate(zip(mine, groups, strict=True)):
-        order |= {id(p): places[key][0] for key, p in zip(own, group["params"], strict=True)}
-        several = sorted({places[key][1] for key in own})
+    for i, (keys, group) in enumerate(zip(mine, groups, strict=True)):
+        order |= {id(p): places[key][0] for key, p in zip(keys, group["params"], strict=True)}
+        several = sorted({places[key][1] for key in keys})
         if len(several) > 1:
             misfits.add(f"group {i}: expected its parameters in one group, they are in groups {several}")
         sources.append(saved[several[0]] if several else saved[i] if alike else {"params": []})
@@ -302,55 +247,29 @@ def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Problems) ->
 
 
 def _keys(groups: Groups, saved: list[Mapping[str, Any]], misfits: Problems) -> tuple[Keys, Keys]:
-    """Return by what parameters are matched: names, or (group, place) where one side has none."""
-    names, others = _names(groups), _names(saved)
-    if names is not None and others is not None:
-        mine, theirs = _numbered(names), _numbered(others)
-        same = set().union(*mine) == set().union(*theirs)
-        return (mine, theirs) if same else (_numbered(_bare(names)), _numbered(_bare(others)))
-    mine, theirs = (
-        [[((i, k), 0) for k, _ in enumerate(g["params"])] for i, g in enumerate(x)] for x in (groups, saved)
-    )
-    if len(mine) != len(theirs):
-        misfits.add(f"expected {len(mine)} parameter groups, got {len(theirs)}")
-    for i, (own, other) in enumerate(zip(mine, theirs, strict=False)):
-        if own != other:
-            misfits.add(f"group {i}: expected {len(own)} parameters, got {len(other)}")
+    """Return by what parameters are matched: names, or (group, place) where one side has none or one of them twice."""
+    mine, theirs = _names(groups), _names(saved)
+    if mine and theirs and all(len(set().union(*keys)) == sum(map(len, keys)) for keys in (mine, theirs)):
+        return mine, theirs
+    if len(groups) != len(saved):
+        misfits.add(f"expected {len(groups)} parameter groups, got {len(saved)}")
+    for i, (group, other) in enumerate(zip(groups, saved, strict=False)):
+        if (want := len(group["params"])) != (got := len(other["params"])):
+            misfits.add(f"group {i}: expected {want} parameters, got {got}")
+    if mine and theirs and mine != theirs:
+        misfits.add("several parameters have one name, and names or groups are others than those saved")
     misfits.stop()
-    return mine, theirs
+    places = [[(i, k) for k, _ in enumerate(group["params"])] for i, group in enumerate(groups)]
+    return places, places
 
 
-def _compare_keys(mine: set[Key], theirs: set[Key], alike: bool, misfits: Problems) -> None:
-    """Stop at names that one side lacks, and at those of several parameters if groups are others than those saved."""
-    lacking, extra = ([name for name, _ in apart] for apart in (mine - theirs, theirs - mine))
-    if lacking or extra:
-        line = f"expected parameters {some(lacking)}, " if lacking else f"parameters {some(extra)}: not expected"
-        line += "" if not lacking else f"got {some(extra)} in their place" if extra else "they are missing"
-        if not mine & theirs:
-            line += "; no name is known: without 'param_names' in its groups, a state dict is read by position"
-        misfits.add(line)
-    if not alike and (shared := [name for name, earlier in mine if earlier == 1]):  # else their order tells them apart
-        misfits.add(f"several parameters are called {some(shared)}, and the groups are others than those saved")
-    misfits.stop()
-
-
-def _names(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]] | None:
-    """Return the names of each group's parameters; None if a group with parameters has no names, or none has any."""
+def _names(groups: Sequence[Mapping[str, Any]]) -> Keys | None:
+    """Return the names of each group's parameters, without those of wrappers; None if a group with parameters has no
+    names, or none has any."""
     found = [list(group.get("param_names") or ()) for group in groups]
-    named = all(len(names) == len(group["params"]) for names, group in zip(found, groups, strict=True))
-    return found if named and any(found) else None
-
-
-def _numbered(names: list[list[Any]]) -> Keys:
-    """Pair each name with the number of its earlier occurrences: two parameters may share a name."""
-    seen: dict[Any, Iterator[int]] = {}
-    return [[(name, next(seen.setdefault(name, itertools.count()))) for name in group] for group in names]
-
-
-def _bare(names: list[list[Any]]) -> list[list[Any]]:
-    """Return names without those of wrappers, unless two parameters would then share one."""
-    found = [[overrides.bare(name) if isinstance(name, str) else name for name in group] for group in names]
-    return found if len(set().union(*found)) == len(set().union(*names)) else names
+    if not any(found) or any(len(x) != len(group["params"]) for x, group in zip(found, groups, strict=True)):
+        return None
+    return [[overrides.bare(name) if isinstance(name, str) else name for name in names] for names in found]
 
 
 def some(names: Sequence[plans.Label]) -> str:
@@ -379,12 +298,6 @@ def _aligned(groups: Groups, saved: list[Mapping[str, Any]]) -> list[Mapping[str
     return found
 
 
-def positions(groups: Groups, saved: list[Mapping[str, Any]], misfits: Problems) -> dict[int, int]:
-    """Return id(parameter) -> its position in the checkpoint, counted over all groups."""
-    place = {number: k for k, number in enumerate(number for group in saved for number in group["params"])}
-    return {key: place[number] for key, number in _match(groups, saved, misfits).order.items()}
-
-
 def _merge(
     cls: Any, index: int, group: Mapping[str, Any], saved: Mapping[str, Any], order: Mapping[int, Any], bare: bool,
     misfits: Problems,
@@ -409,61 +322,28 @@ def _merge(
     return merged
 
 
-def _settings(
-    groups: Sequence[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Mapping[plans.Label, Any]]
-) -> dict[Any, tuple[plans.Label, Any]]:
-    """Return (label, setting or None) of each parameter number, as `read` finds the settings in a saved group."""
-    return {
-        number: (label, own.get(label))
-        for group, labels in zip(groups, labels_of(groups), strict=True)
-        for own in (read(group),)
-        for number, label in zip(group["params"], labels, strict=True)
-    }
-
-
-def _take_streams(merged: Groups, saved: Sequence[Mapping[str, Any]], matched: Matched, unnamed: bool) -> None:
-    """Record in merged groups the labels by which random bits were drawn, if parameters have other labels now.
-
-    unnamed   the saved optimizer had no names, so that bits were drawn by positions
-    """
-    found = _settings(saved, keys.streams)
-    for group, other, labels in zip(merged, matched.sources, labels_of(merged), strict=True):
-        if "plan" not in other:
-            continue
-        pairs = []
-        for p, label in zip(group["params"], labels, strict=True):
-            position, stream = found[matched.order[id(p)]]
-            pairs.append((label, position if unnamed else label if stream is None else stream))
-        group.pop("streams", None)
-        if any(label != stream for label, stream in pairs):
-            group["streams"] = tuple(pairs)
-
-
 def _take_settings(
     cls: Any, groups: Groups, merged: Groups, saved: Sequence[Mapping[str, Any]], matched: Matched
 ) -> None:
     """Give merged groups the checkpoint's plans and blocks of single parameters, under the present names.
 
-    Groups of other packages have none and change nothing. Warns if they differ from the optimizer's.
+    Groups of other packages have none and change nothing.
     """
     for key, read in (("overrides", plans.own), ("blocks", partial(blocks.of, cls)))[: 1 + bool(cls.BLOCKS)]:
-        theirs, changed = _settings(saved, read), []
-        pairs = zip(labels_of(groups), labels_of(merged), strict=True)
-        for present, group, other, (before, after) in zip(groups, merged, matched.sources, pairs, strict=True):
-            mine = [read(present).get(label) for label in before]
-            found = [theirs[matched.order[id(p)]][1] for p in group["params"]] if "plan" in other else mine
-            if "plan" in present:
-                rows = zip(group["params"], after, mine, found, strict=True)
-                changed += [(label, was, now) for p, label, was, now in rows if was != now and p.requires_grad]
+        theirs = {
+            number: own.get(label)
+            for group, labels in zip(saved, labels_of(saved), strict=True)
+            for own in (read(group),)
+            for number, label in zip(group["params"], labels, strict=True)
+        }
+        rows = zip(groups, labels_of(groups), merged, labels_of(merged), matched.sources, strict=True)
+        for present, before, group, after, other in rows:
+            found = [read(present).get(label) for label in before]
+            if "plan" in other:
+                found = [theirs[matched.order[id(p)]] for p in group["params"]]
             group.pop(key, None)
             if kept := tuple((label, value) for label, value in zip(after, found, strict=True) if value is not None):
                 group[key] = kept
-        for label, was, now in changed[:1]:
-            warn(
-                f"{cls.__name__}.load_state_dict: the checkpoint keeps {len(changed)} parameters otherwise than the "
-                f"`{key}` of this optimizer say, and is followed: {label!r} has {now}, not {was}",
-                cls,
-            )
 
 
 def select(
@@ -566,7 +446,7 @@ class _Reading:
 
         numbers   the parameters' numbers in the checkpoint
         """
-        group, kept = self.group, _listed(self.saved, options.ENTRIES)
+        group = self.group
         rows = [(label, p, saved.get(n)) for p, label, n in zip(group["params"], labels, numbers, strict=True)]
         arena = _arena(self.cls, group, {label: p for label, p, entry in rows if isinstance(entry, Mapping)})
         names = numbers if group.get("param_names") is None else group["param_names"]
@@ -574,29 +454,31 @@ class _Reading:
         for p, label, number, name in zip(group["params"], labels, numbers, names, strict=True):
             entry: Any = saved.get(number)
             where = state.label(p, name)
-            extra = self._own_entries(p, label, entry, kept, where) if kept or self.cls.INPUTS else {}
-            if extra:
-                entry = {key: value for key, value in entry.items() if key not in extra}
+            if self.own and self._is_fed(entry):
+                self.loaded.states[p] = self._fed(p, entry, where)
+                entry = None
             source = None if entry is None else self.opened(p, label, entry, where)
             if source is not None:
                 self.loaded.states[p] = source.read(arena)
             elif p.requires_grad:
                 absent.append((p, str(name)))
-            if extra:
-                self.loaded.states.setdefault(p, {}).update(extra)
         return absent
 
-    def _own_entries(self, p: Tensor, label: plans.Label, entry: Any, kept: set[str], where: str) -> dict[str, Any]:
-        """Return copies of what a user keeps in a parameter's state, and of inputs for a first step still to come."""
-        if not isinstance(entry, Mapping):
-            return {}
-        own, fed = kept - keys_of(self.cls, self.group, p, label), set[str]()
-        for name in self.cls.INPUTS:
-            fed |= {name, fed_name(name)}
-        if self.own and entry.keys() <= own | fed:
-            own |= fed
-            self.misfits.lines += _misfed(self.cls, p, entry, where)
-        return {key: copied(value, p.device, key, self.misfits) for key, value in entry.items() if key in own}
+    def _is_fed(self, entry: Any) -> bool:
+        """Return True for inputs of a first step still to come."""
+        names = {x for name in self.cls.INPUTS for x in (name, fed_name(name))}
+        return isinstance(entry, Mapping) and bool(entry) and entry.keys() <= names
+
+    def _fed(self, p: Tensor, entry: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return copies of inputs; misfits for those that `feed` does not leave there."""
+        want, found = state.describe(torch.float32, tuple(p.shape)), dict[str, Any]()
+        for name in (x for x in self.cls.INPUTS if x in entry or fed_name(x) in entry):
+            value, fed = entry.get(name), as_float(entry.get(fed_name(name)))
+            if not isinstance(value, Tensor) or without_values(value) or state.kind(value) != want or fed not in (1, 2):
+                self.misfits.add(f"{where}: {name}: expected {want} that is fed, got {_short(value)} and {fed}")
+            else:
+                found |= {name: value.detach().to(p.device, copy=True), fed_name(name): fed}
+        return found
 
     def opened(self, target: Tensor, label: plans.Label, entry: Any, where: str) -> _Source | None:
         """Return the source of a parameter's state; None if there is nothing to read, or misfits were found."""
@@ -662,14 +544,6 @@ def _trained(value: Tensor, target: Tensor, p: Tensor, parts: sharded_states.Sha
         raise ValueError(f"{state.TRAINED}: expected {want}, got {_short(value)}")
     part = value if parts is None else parts.beside(state.TRAINED, value)
     return part.detach().to(p.device, copy=True).contiguous()
-
-
-def _misfed(cls: Any, p: Tensor, entry: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yield a line for each input in an entry that `feed` does not leave there."""
-    for name in (x for x in cls.INPUTS if x in entry or fed_name(x) in entry):
-        value, fed = entry.get(name), as_float(entry.get(fed_name(name)))
-        if state.kind(value) != (want := state.describe(torch.float32, tuple(p.shape))) or fed not in (1.0, 2.0):
-            yield f"{where}: {name}: expected {want} that is fed, got {_short(value)} and {fed}"
 
 
 @dataclass(frozen=True)

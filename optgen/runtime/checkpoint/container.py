@@ -26,8 +26,6 @@ from torch import Tensor, nn
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.checkpoint.atomic import instead_of
-from optgen.runtime.records import dtype_name, dtype_of
-from optgen.runtime.records.problems import Problems
 
 VERSION = 1
 """The version of the content's structure; the optimizer's part has a version of its own (checkpoint.py)."""
@@ -44,9 +42,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
     "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "F64": torch.float64,
-    "I64": torch.int64, "U64": torch.uint64, "C64": torch.complex64,
+    "I64": torch.int64, "U64": torch.uint64,
 }  # fmt: skip
-"""The dtypes of safetensors. A tensor of any other is stored as bytes, its dtype and shape with the reference to it."""
+"""The dtypes of safetensors that a file may have."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -138,20 +136,15 @@ def _reference(value: Tensor, place: tuple[Any, ...], tensors: dict[str, Tensor]
     refuse_sharded(_where(place), value)
     if without := checkpoint.without_values(value):
         raise TypeError(f"{_where(place)}: expected a tensor with values, got one {without}")
-    if value.is_quantized:
-        raise TypeError(f"{_where(place)}: expected a dense tensor, got one of {value.dtype}")
-    same = (value.data_ptr() or id(value), value.device, value.dtype, value.shape, value.stride(), value.is_conj(),
-            value.is_neg())  # fmt: skip
+    if value.dtype not in NAMES or value.is_neg():
+        raise TypeError(f"{_where(place)}: expected a tensor of a dtype of safetensors, got one of {value.dtype}")
+    same = value.data_ptr() or id(value), value.device, value.dtype, value.shape, value.stride()
     if same not in seen:
         name = ".".join(map(str, place))
         names = itertools.chain((name,), (f"{name}#{n}" for n in itertools.count(2)))  # {"a": {"b": ...}, "a.b": ...}
         seen[same] = next(name for name in names if name not in tensors)
-        value = value.detach().resolve_conj().resolve_neg()
-        if value.dtype not in NAMES:
-            value = value.contiguous().view(-1).view(torch.uint8)
-        tensors[seen[same]] = value
-    beside = {} if same[2] in NAMES else {"dtype": dtype_name(same[2]), "shape": list(same[3])}
-    return {"tensor": seen[same], **beside}
+        tensors[seen[same]] = value.detach()
+    return {"tensor": seen[same]}
 
 
 def refuse_sharded(where: str, value: Tensor) -> None:
@@ -202,8 +195,8 @@ def read(path: Path_) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no optgen checkpoint")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(f"{path}: expected a file of version {VERSION}, got {version}: made by a newer optgen?")
-    if lacks := problem(content):
-        raise CheckpointError(f"{path} is no whole checkpoint: {lacks}")
+    if lacks := {"about", "optimizer", "waiting", "model", "extra"} - content.keys():
+        raise CheckpointError(f"{path} is no whole checkpoint: it has no {', '.join(sorted(lacks))}")
     return content
 
 
@@ -213,8 +206,6 @@ def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [_decoded(x, tensors) for x in value]
     if not isinstance(value, dict):
         return value
-    if "dtype" in value:
-        return tensors[value["tensor"]].clone().view(dtype_of(value["dtype"])).view(value["shape"])
     ((kind, inside),) = value.items()
     if kind == "tensor":
         return tensors[inside]
@@ -294,63 +285,3 @@ def load_torch(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict")
     return found
-
-
-# -- what all readers of a content count on; loading checks whether states fit their plans ----------------------
-
-
-def problem(content: Mapping[str, Any]) -> str:
-    """Return what a checkpoint's content lacks; "" if nothing."""
-    about, saved, waiting, model = (content.get(key) for key in ("about", "optimizer", "waiting", "model"))
-    if not isinstance(about, dict) or not all(isinstance(about.get(key), str) for key in ("class", "spec")):
-        return "expected 'about', with the 'class' and 'spec' of the optimizer"
-    if not isinstance(saved, dict):
-        return "expected the optimizer's state dict under 'optimizer'"
-    problems = Problems("optimizer")
-    try:
-        groups, _ = checkpoint.parts(saved, problems)
-    except ValueError:
-        return problems.lines[0]
-    count = sum(len(group["params"]) for group in groups)
-    rows, readings = about.get("parameters"), about.get("readings")
-    if not isinstance(rows, list) or len(rows) != count or not all(map(_is_row, rows)):
-        return f"expected the 'key', 'shape' and 'dtype' of {count} parameters under 'about'"
-    if not isinstance(readings, list) or not all(_is_reading(one, count) for one in readings):
-        return "expected the first values of states under 'about'"
-    if not isinstance(waiting, list) or len(waiting) != count:
-        return f"expected low bits of weights, or None, for {count} parameters under 'waiting'"
-    for i, (bits, row) in enumerate(zip(waiting, rows, strict=True)):
-        if bits is not None and not _is_low_bits(bits, row["shape"]):
-            return f"expected low bits of a weight of shape {row['shape']}, or None, under 'waiting' for parameter {i}"
-    if not (model is None or (isinstance(model, dict) and all(isinstance(key, str) for key in model))):
-        return "expected the model's state dict, or None, under 'model'"
-    return next((f"expected {key!r}" for key in ("model", "extra") if key not in content), "")
-
-
-def _is_row(one: Any) -> bool:
-    """Return True for {"key", "shape", "dtype"} of a parameter, of any dtype."""
-    if not isinstance(one, dict) or not {"key", "shape", "dtype"} <= one.keys():
-        return False
-    key, shape, dtype = one["key"], one["shape"], one["dtype"]
-    sizes = isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**63 for size in shape)
-    known = isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)
-    return sizes and known and isinstance(key, str | None)
-
-
-def _is_reading(one: Any, count: int) -> bool:
-    """Return True for [position of a parameter, name of a state, numbers]."""
-    if not isinstance(one, (list, tuple)) or [type(x) for x in one] != [int, str, list]:
-        return False
-    return 0 <= one[0] < count and all(type(value) is float for value in one[2])
-
-
-def _is_low_bits(bits: Any, shape: list[int]) -> bool:
-    """Return True for the dict that `low_bits.keep` makes of a weight of that shape."""
-    if not isinstance(bits, dict) or bits.keys() != {"low", "at", "exact", "check"} or type(bits["check"]) is not int:
-        return False
-    low, at, exact = bits["low"], bits["at"], bits["exact"]
-    if not all(isinstance(x, Tensor) and not checkpoint.without_values(x) for x in (low, at, exact)):
-        return False
-    if (low.dtype, list(low.shape)) != (torch.int16, shape) or (at.dtype, exact.dtype) != (torch.int64, torch.float32):
-        return False
-    return at.ndim == 1 and at.shape == exact.shape and bool(((at >= 0) & (at < low.numel())).all())

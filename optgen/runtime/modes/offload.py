@@ -196,11 +196,10 @@ class Offload:
                 chunk.step(owner)
 
     def _bring(self, owner: Owner) -> None:
-        """Bring states that were made to where the groups want them now; a user's own entries stay."""
+        """Bring states that were made to where the groups want them now."""
         for e, _ in self.settle(owner.groups):
-            stored = checkpoint.keys_of(owner.cls, e.group, e.p, e.name)
             for key, value in owner.states.get(e.p, {}).items():
-                if isinstance(value, Tensor) and key in stored:
+                if isinstance(value, Tensor):
                     owner.states[e.p][key] = value.to(state.home(e.p))
 
     def _step_others(self, owner: Owner, stepper: Stepper) -> None:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from optgen.runtime.layout import plans
 from optgen.runtime.options import blocks, overrides
-from optgen.runtime.records import Hyper, as_float, as_int, dtype_name, keys, series, switch
+from optgen.runtime.records import Hyper, as_float, as_int, dtype_name, series, switch
 from optgen.runtime.records.warn import warn
 
 BACKENDS = ("auto", "reference", "triton", "cpp")
 
-OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "streams", "stagger", "workspace", "format"})
+OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "stagger", "workspace", "format"})
 """Keys of a group that no other package has; format: the version of the checkpoint format (checkpoint.py)."""
 
 MODE = "train_mode"
@@ -28,20 +28,10 @@ MODE = "train_mode"
 RUNNING = ("capturable", "fused", "offload")
 """Keys for the way in which a step is made, not for its result.  A group has them only if they were requested."""
 
-ENTRIES, BESIDE = "own_entries", "own_keys"
-"""Keys of a saved group that name what a user keeps in the states of its parameters and, in the first one, beside
-them: so these are told from what is of another rule or plan, or damaged."""
-
 BASE = "base_lr"
 """Key of a group of a rule with scheduled hyper-parameters: the lr that they belong to, at which the group began."""
 
-UNNAMED = "unnamed"
-"""Key of a state dict, beside its groups, of an optimizer without names: other packages drop `param_names` from groups
-that have them."""
-
-FOREIGN = frozenset({
-    "params", "backend", "workspace", "format", "foreach", "differentiable", ENTRIES, BESIDE, *RUNNING,
-})  # fmt: skip
+FOREIGN = frozenset({"params", "backend", "workspace", "format", "foreach", "differentiable", *RUNNING})
 """Keys of a saved group that say how its optimizer ran or was saved, not what it had learned: not taken over."""
 
 Setting = tuple[tuple[str, bool], ...]
@@ -172,7 +162,6 @@ _READERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "blocks": lambda cls, value: (
         blocks.BlockOverrides.recorded(cls, value) if cls.BLOCKS and _is_given(value) else None
     ),
-    "streams": lambda cls, value: keys.recorded(value, cls.__name__) if _is_given(value) else None,
 }  # fmt: skip
 """The checks of options that are neither numbers nor switches; None leaves an option out, but for `plan`."""
 

@@ -3,8 +3,7 @@
 The kernels hash (element index, stream key, step key) into one 32-bit word.  Both keys are made here:
 
 - the stream key names the parameter: a hash of its name where the optimizer was given named parameters, so
-  that neither their order nor their grouping changes a bit; else of its position over all groups.  Parameters with
-  names that go on from a checkpoint without keep the positions, which their group records under "streams";
+  that neither their order nor their grouping changes a bit; else of its position over all groups;
 - the step key has two parts, since noise is evenly spread over a window of 256 steps and drawn anew then
   (gpu/codecs.py): its lowest bits are those of the step's place in its window, reversed, the others mix the group's
   seed with the window's number.
@@ -163,11 +162,6 @@ Label = str | int
 """A parameter's name, or its position over all groups where it has none."""
 
 
-def streams(group: Mapping[str, Any]) -> dict[Label, Label]:
-    """Return the labels that a group's stream keys are made of, where they differ from the parameters' labels."""
-    return dict(group.get("streams") or ())
-
-
 def are_labelled(value: Any) -> bool:
     """Return True for (name or position, anything) pairs."""
     return isinstance(value, (list, tuple)) and all(
@@ -191,10 +185,3 @@ def table(pairs: Any, checked: Callable[[Any], Iterable[tuple[Label, Any]]]) -> 
             _tables.clear()
         known = _tables[id(pairs)] = pairs, dict(checked(pairs))
     return known[1]
-
-
-def recorded(value: Any, owner: str) -> tuple[tuple[Label, Label], ...]:
-    """Return the checked "streams" of a group: (name or position, name or position) pairs."""
-    if not are_labelled(value) or not all(type(stream) in (str, int) for _, stream in value):
-        raise TypeError(f"{owner}: streams of a group must be pairs of names or positions, got {value!r:.80}")
-    return tuple((label, stream) for label, stream in value)

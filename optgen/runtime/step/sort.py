@@ -126,7 +126,7 @@ class _Sorter:
         options.check_again(self.cls, group)
         self.number, self.group = number, group
         self.workspace = group.get("workspace") or workspace.USUAL
-        self.choices, self.streams = GroupChoices(self.cls, group, self.scaled), keys.streams(group)
+        self.choices = GroupChoices(self.cls, group, self.scaled)
 
     def add(self, entry: Entry, g: Tensor) -> None:
         """Add a parameter to its bucket, a new one if there is none."""
@@ -151,10 +151,9 @@ class _Sorter:
         bucket.params.append(p)
         bucket.grads.append(g)
         bucket.states.append(kept if kept is not None else {})
-        stream = self.streams.get(name, name) if self.streams else name
         if variant.needs_matrix and (rows := self.choices.rows(name)):
-            bucket.pieces[len(bucket.names)] = stream, rows
-        bucket.streams.append(keys.stream_key(stream))
+            bucket.pieces[len(bucket.names)] = name, rows
+        bucket.streams.append(keys.stream_key(name))
         bucket.names.append(name)
         bucket.positions.append(entry.position)
 
