@@ -32,7 +32,10 @@ def expression(root: Node, known: Mapping[Node, sympy.Expr]) -> Any:
         elif node.attr == "finite":
             memo[node] = memo[node.args[0]]  # as long as nothing is amiss
         else:
-            memo[node] = symbol(node.op, sympy)(*(memo[a] for a in node.args))
+            args = [memo[a] for a in node.args]
+            # SymPy would compare operands symbolically, for seconds.
+            given = {"evaluate": False} if node.op in ("min", "max") and any(x.free_symbols for x in args) else {}
+            memo[node] = symbol(node.op, sympy)(*args, **given)
     return memo[root]
 
 
