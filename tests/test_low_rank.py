@@ -13,14 +13,12 @@ from torch import Tensor, nn
 import optgen
 from optgen import optim
 from optgen.base.errors import UserError
-from optgen.driver.explain import explain
 
 from optgen.lang import (  # isort: skip
-    hyper, low_rank, low_rank_state, normal, optimizer, shape_flag, singular_vectors, uniform, unwide, wide,
+    hyper, low_rank, low_rank_state, normal, optimizer, shape_flag, uniform, unwide, wide,
     zero_product,
 )  # fmt: skip
 from optgen.runtime.records.keys import stream_key
-from specs import plans
 from tests.harness import spec_of
 from tests.oracles import LOW_RANK, mixed
 from tests.test_against_papers import Steps, further, redrawn
@@ -188,17 +186,6 @@ def test_what_cannot_be_of_low_rank_is_refused(case: str) -> None:
         make()
 
 
-def test_singular_vectors_have_a_sign_and_pass_on_nan() -> None:
-    x, like = drawn(3, 6, 10), torch.zeros(3, 6, 2)
-    u = singular_vectors(like, x)
-    assert (u.abs().amax(-2) == u.amax(-2)).all()
-    exact = torch.linalg.svd(x.double()).U[..., :2]
-    assert ((u.double().mT @ exact).diagonal(dim1=-2, dim2=-1).abs() >= 1 - 1e-5).all()
-    x[1, 2, 3] = math.nan
-    again = singular_vectors(like, x)
-    assert again[1].isnan().all() and torch.equal(again[[0, 2]], u[[0, 2]])
-
-
 # -- rules
 
 STEPS, LR, GAP = 50, 0.01, 7
@@ -272,33 +259,6 @@ def test_a_norm_grows_freely_from_zero(name: str, kept: str) -> None:
     assert found[4] == pytest.approx(1.01 * found[3], rel=16 * U)
 
 
-@pytest.mark.parametrize("name", LOW_RANK)
-def test_what_is_no_matrix_of_low_rank_takes_adamw(name: str) -> None:
-    spec, options = spec_of(name), {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-    p = nn.Parameter(drawn(6, 10))
-    opt = getattr(optim, spec.class_name)([p], plan="fp32", lr=LR, adamw=True, **options)
-    step, exact = LOW_RANK[name]({}, options | {"adamw": True}), p.detach().double().flatten()
-    for t in range(1, 9):
-        p.grad = drawn(6, 10, seed=t)
-        opt.step()
-        exact = step(exact, p.grad.double().flatten(), t, LR)
-    assert (p.detach().flatten() - exact).abs().max() <= 8 * 8 * U * (exact.abs().max() + LR)
-    assert opt.state[p].keys() == {"step", "momentum_buffer" if name == "dion" else "exp_avg", "exp_avg_sq"}
-
-
-def test_explanations_name_functions_of_matrices_and_the_rank_of_their_bytes() -> None:
-    text = explain(spec_of("galore"), plans.fp32)
-    assert "full = wide(g)" in text.formulas
-    assert any("scale * unwide(g, " in line for line in text.formulas)
-    stored = {row.name: row.stored for row in text.memory}
-    assert "of 1024 x 1024 matrices of rank 128" in stored["low_avg"] and "rank" not in stored["p"]
-
-
-def test_constructors_say_what_stacks_share_and_whole_numbers_are_shown_so() -> None:
-    with pytest.warns(UserWarning, match="each by itself, but for scaling_grad, which all of them have together"):
-        assert ", rank=3, update_proj_gap=200, " in repr(optim.Fira([nn.Parameter(drawn(3, 8, 8))], rank=3.0))
-
-
 # -- states in two parts
 
 
@@ -336,11 +296,3 @@ def test_a_momentum_of_low_rank_reads_within_the_bound_of_its_residual(backend: 
     other = read_in_4_bits(opts[1].state[plain], "momentum_buffer", shape)[0] - exact
     assert left.shape == (64, 8) and right.shape == (8, 128)
     assert errors.square().sum() <= other.square().sum() / 2
-
-
-def test_bytes_of_a_state_of_low_rank_are_those_of_its_residual_and_of_few_rows() -> None:
-    p = nn.Parameter(drawn(1024, 1024).bfloat16())
-    opt = optgen.compile("low_rank_muon", plan="int4_split24")([p], plan="int4_split24")
-    p.grad = torch.ones_like(p)
-    opt.step()
-    assert opt.memory().per_element == 3 + 0.5 + 2 / 64 + 2 * 8 * 4 / 1024

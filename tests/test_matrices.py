@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import optgen
 from optgen.base.errors import UserError
@@ -231,28 +230,6 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def shapes_of_gpt2(width: int) -> list[tuple[int, int]]:
-    return 12 * [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
-
-
-def test_matrices_of_one_shape_are_one_batch() -> None:
-    """The 48 matrices of GPT-2's layers: 4 batches of 15 products, with the bits of one matrix at a time."""
-    params, others = ([nn.Parameter(drawn(*s, seed=i)) for i, s in enumerate(shapes_of_gpt2(24))] for _ in range(2))
-    options: dict[str, Any] = {"plan": "fp32", "backend": "cpp", "lr": 0.02}
-    one = Muon(params, **options)
-    each = [Muon([p], **options) for p in others]
-    for step in range(3):
-        for k, (p, q) in enumerate(zip(params, others, strict=True)):
-            p.grad = drawn(*p.shape, seed=100 * step + k)
-            q.grad = p.grad.clone()
-        with Watch() as watch:
-            one.step()
-        assert {name: n for name, n in watch.calls.items() if "mm" in name} == {"bmm": 20, "baddbmm": 40}
-        for opt in each:
-            opt.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
-
-
 def test_batches_are_cut_where_they_pass_the_limit() -> None:
     """Beside the scratch of the step no more than five times the limit is in use, and bits stay, also one at a time."""
     found = []
@@ -319,41 +296,6 @@ def test_named_coefficients_are_those_of_their_papers(name: str, gram: bool) -> 
             assert (torch.linalg.svdvals(made) - 1).abs().max() <= near
 
 
-def test_the_form_by_short_sides_takes_few_products_of_the_long_side() -> None:
-    rows, columns = 32, 1024
-    flops = {}
-    for by_gram in (False, True):
-        with FlopCounterMode(display=False) as counter:
-            newton_schulz(drawn(2, rows, columns), gram=by_gram)
-        flops[by_gram] = counter.get_total_flops() / (2 * 2 * rows * rows)  # of two matrices
-    assert flops[False] == 10 * columns + 5 * rows
-    assert 4 * columns < flops[True] <= 4 * columns + 5 * 4 * rows
-
-
-@optimizer(cite="nobody", matrix="heads")
-def in_two_calls(p, g, m=state(), *, lr=hyper(1e-2, ge=0), wide=shape_flag(lambda shape: len(shape) >= 2)):
-    m = 0.9 * m + g
-    if wide:
-        once = newton_schulz(m / (1.02 * mat_norm(m) + 1e-6), 5, "polar_express", normalize=False, gram=True)
-        u = newton_schulz(once, 2, (2.0, -1.5, 0.5), normalize=False)
-    else:
-        u = m
-    p = p - lr * u
-    return p, m
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpp"])
-def test_a_spec_says_how_its_matrices_are_made_orthogonal(backend: str) -> None:
-    cls = optgen.compile(in_two_calls, plan="fp32")
-    p = nn.Parameter(drawn(4, 16, 24))
-    opt = cls([("w", p)], lr=1.0, backend=backend, blocks={"w": 4})
-    p.grad, before = drawn(4, 16, 24, seed=1), p.detach().clone()
-    opt.step()
-    scaled = p.grad.double() / (1.02 * p.grad.double().norm(dim=(1, 2), keepdim=True) + 1e-6)
-    wanted = exactly(exactly(scaled, 5, EXPRESS, norm=False), 2, [(2.0, -1.5, 0.5)], norm=False)
-    assert ((before - p.detach()) - wanted).norm() <= 0.03 * wanted.norm()
-
-
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
 @pytest.mark.parametrize("floor", [0.0, 1.0])
 def test_groups_choose_their_coefficients(floor: float, backend: str) -> None:
@@ -416,40 +358,6 @@ def whitened(
     u = inverse_root(left, 2, 1e-3) @ exp_avg @ basis.T
     p = p - lr * u / (trace(left) + mat_norm(u))
     return p, exp_avg, left, basis
-
-
-def whitened_by_hand(steps: int, p: Tensor, gradients: Callable[[int], Tensor]) -> Tensor:
-    """The rule of `whitened` once more, in fp64."""
-    m, left = torch.zeros_like(p), p.new_zeros(p.shape[0], p.shape[0])
-    basis = p.new_zeros(p.shape[1], p.shape[1])
-    for t in range(steps):
-        g = gradients(t)
-        left = 0.9 * left + 0.1 * g @ g.mT
-        if t == 0:
-            basis = torch.linalg.eigh(g.mT @ g).eigenvectors.flip(1)
-        turned = g @ basis
-        m = 0.9 * m + turned
-        values, vectors = torch.linalg.eigh(left)
-        root = vectors / (values.clamp(min=0) + 1e-3 * values[-1]).sqrt() @ vectors.mT
-        if t:
-            order = (turned * turned).sum(0).argsort(descending=True)
-            m, basis = m[:, order], basis[:, order]
-        u = root @ m @ basis.mT
-        p = p - 0.02 * u / (left.trace() + u.norm())
-    return p
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpp"])
-@pytest.mark.parametrize("shape", [(6, 10), (9, 4), (3, 8, 8)], ids=str)
-def test_matrix_states_are_those_of_a_text_by_hand(shape: tuple[int, ...], backend: str) -> None:
-    p = nn.Parameter(drawn(*shape))
-    expected = p.detach().double()
-    followed(optgen.compile(whitened, "fp32"), [p], lambda t: [drawn(*shape, seed=9 + t)], backend=backend,
-             blocks={"w0": 3} if len(shape) == 3 else {})  # fmt: skip
-    each = expected if len(shape) == 3 else expected[None]
-    for k, x in enumerate(each):
-        grad = lambda t, k=k: drawn(*shape, seed=9 + t).double().view(len(each), *shape[-2:])[k]  # noqa: E731
-        assert torch.allclose(p.detach().view(each.shape)[k].double(), whitened_by_hand(4, x, grad), rtol=0, atol=1e-5)
 
 
 def test_workspace_is_bounded_and_buckets_share_it() -> None:

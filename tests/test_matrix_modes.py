@@ -47,12 +47,10 @@ from optgen.lang import (
 from optgen.lang.spec import Spec
 from optgen.optim import SOAP, KLShampoo, Muon, Shampoo, SOAPMuon, SPlus
 from optgen.runtime import Optimizer
-from specs import plans
 from tests import training
 from tests.harness import sampled, spec_of
 from tests.product import OF_MATRICES
-from tests.test_fuzz import Example, ran
-from tests.training import bits, everything, give, params_of, states, train
+from tests.training import bits, give, params_of, states, train
 
 SHAPES = [(6, 10), (9, 4), (3, 8, 8), (1, 5), (5, 1), (7,), (0, 4)]
 STEPS = 4
@@ -103,25 +101,11 @@ def of_names(
     return p, stored, torch, right
 
 
-@optimizer(cite="nobody", matrix="heads")
-def of_rounded(
-    p, g, left=matrix_state("rows", when="is_matrix"),
-    *,
-    lr=hyper(0.1, ge=0), is_matrix=shape_flag(lambda shape: len(shape) >= 2),
-):  # fmt: skip
-    """Products of the result of newton_schulz, which is bf16: in fp32."""
-    if is_matrix:
-        u = newton_schulz(g, 5)
-        left = 0.9 * left + gram(u)
-        p = p - lr * newton_schulz(left @ u, 3)
-    return p, left
-
-
 @pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
-@pytest.mark.parametrize(("spec", "tolerance"), [(of_old_numbers, 1e-5), (of_names, 1e-5), (of_rounded, 0.02)], ids=str)
-def test_odd_rules_are_their_own_fp64_reading(spec: Spec, tolerance: float, backend: str) -> None:
-    """Within fp32's roundings of some ten operations (2^-24 each, under sums of ten), or of one bf16 ulp of 1.2 a
-    round; relative to the largest value of each state."""
+@pytest.mark.parametrize("spec", [of_old_numbers, of_names], ids=str)
+def test_odd_rules_are_their_own_fp64_reading(spec: Spec, backend: str) -> None:
+    """Within fp32's roundings of some ten operations (2^-24 each, under sums of ten), relative to the
+    largest value of each state."""
     params = [nn.Parameter(drawn(*shape, seed=k)) for k, shape in enumerate(SHAPES)]
     named = [(f"w{k}", p) for k, p in enumerate(params)]
     opt = optgen.compile(spec, "fp32")(named, lr=0.02, backend=backend, blocks={"w2": 3})
@@ -139,7 +123,7 @@ def test_odd_rules_are_their_own_fp64_reading(spec: Spec, tolerance: float, back
             got = q.detach() if name == "p" else opt.state[q][name]
             largest = wanted.abs().max() if wanted.numel() else 0.0
             assert got.shape == wanted.shape
-            assert torch.all((got - wanted).abs() <= tolerance * largest), (name, q.shape)
+            assert torch.all((got - wanted).abs() <= 1e-5 * largest), (name, q.shape)
 
 
 def rule(made: Callable[[Any, Any], Any]) -> Spec:
@@ -157,27 +141,6 @@ def rule(made: Callable[[Any, Any], Any]) -> Spec:
         return p, left
 
     return made_so
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpp"])
-@pytest.mark.parametrize(
-    ("shape", "blocks", "matrices"),
-    [((30, 9), 3, (3, 10, 9)), ((30, 9), 1, None), ((2, 30, 9), 6, (6, 10, 9)), ((6, 9, 10), 6, (6, 9, 10)),
-     ((6, 9, 10), 1, None), ((4, 3, 2, 2), 2, (2, 2, 12)), ((4, 25), 2, None)],
-)  # fmt: skip
-def test_flags_of_shapes_see_one_matrix(shape: Any, blocks: int, matrices: Any, backend: str) -> None:
-    cls = optgen.compile(rule(lambda x, g: gram(g)), "fp32")
-    found = []
-    for size, count in ((shape, blocks), (matrices or shape, (matrices or [blocks])[0])):
-        p = nn.Parameter(drawn(*shape).view(size))
-        opt = cls([("w", p)], backend=backend, blocks={"w": count})
-        for step in range(2):
-            p.grad = drawn(*shape, seed=1 + step).view(size)
-            opt.step()
-            opt.load_state_dict(copy.deepcopy(opt.state_dict()))
-        assert ("left" in opt.state[p]) == (matrices is not None)
-        found.append(p.detach().flatten())
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("cls", [SOAP, SOAPMuon, Shampoo, SPlus, KLShampoo])
@@ -202,31 +165,6 @@ def test_a_group_says_the_largest_side_that_has_a_factor(cls: Any) -> None:
     fresh = cls([{"params": [p]} for p in params_of(other)], plan="fp32")
     fresh.load_state_dict(kept)
     assert [g["max_precond_dim"] for g in fresh.param_groups] == [5, 9, 10000]
-
-
-def test_intervals_and_functions_of_shapes_are_checked_at_construction() -> None:
-    @optimizer(cite="nobody")
-    def narrow(
-        p, g, *,
-        lr=hyper(0.1), k=hyper(2, ge=1), now=flag(every="k"), small=shape_flag(lambda shape: max(shape) < 8),
-    ):  # fmt: skip
-        p = p - (lr if small or now else 2 * lr) * g
-        return p
-
-    cls = optgen.compile(narrow, "fp32")
-    with pytest.raises(ValueError, match=r"Narrow: k must be a whole number >= 1, got 2\.5"):
-        cls([nn.Parameter(torch.zeros(3))], k=2.5)
-
-    with pytest.raises(ValueError, match=r"Narrow: .*'small' fails on the shape \(\) of parameter 'w': max\(\) arg"):
-        cls([("w", nn.Parameter(torch.zeros(())))])
-
-
-def test_functions_of_shapes_take_hyper_parameters_alone() -> None:
-    with pytest.raises(UserError, match=r"E113.*takes the shape and hyper-parameters, and `limit` is none: lr"):
-
-        @optimizer(cite="nobody")
-        def wrong(p, g, *, lr=hyper(0.1), large=shape_flag(lambda shape, limit: max(shape) > limit)):
-            return p - lr * g if large else p
 
 
 WITHOUT_MEANING: list[tuple[Callable[[Any, Any], Any], str]] = [
@@ -268,29 +206,6 @@ def soap(backend: str, plan: str = "fp32", skip: Sequence[int] = (), **options: 
     return SOAP(named, lr=0.02, backend=backend, plan=plan, **options)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpp"])
-def test_the_first_step_is_that_of_each_parameter(backend: str) -> None:
-    """A parameter thawed late, beside others, or in a group with another frequency has the bits of one alone."""
-    opt = soap(backend, precondition_frequency=3)
-    (late, *rest) = params_of(opt)
-    late.requires_grad_(False)
-    train(opt, range(2))
-    assert late not in opt.state
-    late.requires_grad_(True)
-    other, options = nn.Parameter(drawn(6, 11, seed=9)), {"lr": 0.02, "backend": backend, "plan": "fp32"}
-    alone = soap(backend, skip=range(1, 7), precondition_frequency=3)
-    second = SOAP([nn.Parameter(other.detach().clone())], precondition_frequency=2, **options)
-    opt.add_param_group({"params": [("other", other)], "precondition_frequency": 2})
-    for step in range(2, 7):
-        give(params_of(opt), step)
-        for each, p in ((alone, late), (second, other)):
-            params_of(each)[0].grad = p.grad.clone()
-            each.step()
-        opt.step()
-    assert bits([late, other]) == bits([*params_of(alone), *params_of(second)])
-    assert (opt.state[late]["step"], opt.state[rest[0]]["step"]) == (5, 7)
-
-
 @pytest.mark.parametrize("interval", [3, 7])
 def test_refreshes_are_staggered(interval: int) -> None:
     """After the first step each parameter has a refresh every so many steps, and each step its share, of all groups and
@@ -313,18 +228,6 @@ def test_refreshes_are_staggered(interval: int) -> None:
     assert all(sum(on[k::7]) <= 10 / interval + 2 for on in found[1:] for k in range(7))
     with pytest.raises(ValueError, match="Muon: stagger=True spreads what is done every k steps"):
         Muon(params, stagger=True)
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpp"])
-@pytest.mark.parametrize(("key", "wrong"), [("left", None), ("basis_left", (5, 5)), ("right", (3, 10, 10))])
-def test_factors_that_do_not_fit_are_refused_by_name(key: str, wrong: Any, backend: str) -> None:
-    opt = soap(backend)
-    train(opt, range(2))
-    before, saved = everything(opt), copy.deepcopy(opt.state_dict())
-    saved["state"][0] |= {key: None if wrong is None else torch.zeros(wrong)}
-    with pytest.raises(ValueError, match=f"(?s)'w0'.*{key}: expected float32"):
-        opt.load_state_dict(saved)
-    assert everything(opt) == before
 
 
 def fail(patch: pytest.MonkeyPatch, names: Sequence[str], when: Callable[[Tensor], Any], message: str) -> None:
@@ -355,14 +258,6 @@ def test_a_factor_that_there_is_not(odd: str, backend: str, monkeypatch: pytest.
     else:
         opt.step()
         assert [bool(x.isfinite().all()) for p in params for x in (p, opt.state[p]["left"])] == [1, 1, 0, 0, 1, 1]
-
-
-@pytest.mark.parametrize("shape", [(16, 24), (24, 16), (1, 9), (9, 1), (2, 16, 8)], ids=str)
-def test_fuzz_reads_states_that_begin_as_the_identity(shape: tuple[int, ...]) -> None:
-    from specs.soap import soap as spec
-
-    assert ran(spec, Example(shape=shape, steps=3)).ok
-    assert ran(of_names, Example(shape=shape, steps=2), plan=plans.fp32).claimed < 1
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])

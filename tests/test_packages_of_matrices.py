@@ -12,7 +12,6 @@ import random
 import sys
 import zlib
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,12 +44,6 @@ def in_fp64(x: Tensor, steps: float, normalize: float, gram: float, eps: float, 
         square = y @ y.mT
         y = a * y + (b * square + c * square @ square) @ y
     return y.to(x.dtype)
-
-
-def torch_in_fp64() -> SimpleNamespace:
-    """torch for modules that take and make nothing but fp32: its fp32 is fp64."""
-    made = {name: functools.partial(getattr(torch, name), dtype=torch.float64) for name in ("eye", "zeros")}
-    return SimpleNamespace(**vars(torch) | made | {"float32": torch.float64})
 
 
 def signed_svd(x: Tensor, full_matrices: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,31 +183,6 @@ def scion(ps: list[nn.Parameter], o: dict[str, Any]) -> Any:
     return optional("pytorch_optimizer").SCION(ps, lr=LR, **own)
 
 
-def emerging(name: str, ps: list[nn.Parameter], o: dict[str, Any], **own: Any) -> Any:
-    """An optimizer of NVIDIA's, "module.Class"."""
-    kept = {k: o[k] for k in ("momentum", "weight_decay", "nesterov") if k in o}
-    kept |= {"fp32_matmul_prec": "highest", "coefficient_type": "simple"}
-    module, _, cls = name.partition(".")
-    return getattr(optional(f"emerging_optimizers.orthogonalized_optimizers.{module}"), cls)(ps, LR, **kept | own)
-
-
-def emergings_muon(ps: list[nn.Parameter], o: dict[str, Any]) -> Any:
-    scale = "spectral" if o["match_rms_adamw"] else "shape_scaling" if o["scale_floor"] else "unit_rms_norm"
-    return emerging("muon.Muon", ps, o, scale_mode=scale, extra_scale_factor=0.2 if scale == "spectral" else 1.0)
-
-
-def emergings_normuon(ps: list[nn.Parameter], o: dict[str, Any]) -> Any:
-    """Its steps are given the norm of an orthogonal matrix, where it takes that of the matrix from Newton-Schulz."""
-    own = {"momentum": o["betas"][0], "beta2": o["betas"][1], "eps": o["eps"], "extra_scale_factor": 0.2}
-    made = emerging("adaptive_muon.AdaptiveMuon", ps, o, moment2_method="normuon", **own)
-    made._match_frobenius_norm = lambda u, *_: u * (math.sqrt(min(u.shape)) / u.norm())
-    return made
-
-
-def emergings_scion(ps: list[nn.Parameter], o: dict[str, Any]) -> Any:
-    return emerging("scion.Scion", ps, {}, momentum=1 - o["momentum"], spectral_radius=o["scale"])
-
-
 ORTHOGONAL: dict[str, tuple[str, Any, Callable[[random.Random], dict[str, Any]]]] = {
     "muon pytorch_optimizer": (
         "muon", muon, lambda d: {"momentum": d.uniform(0.5, 0.95), "weight_decay": d.uniform(0, 0.2)}
@@ -233,22 +201,6 @@ ORTHOGONAL: dict[str, tuple[str, Any, Callable[[random.Random], dict[str, Any]]]
         "scion", scion, lambda d: {"momentum": d.uniform(0.1, 0.9), "scale": d.uniform(0.5, 4)}
         | {"unconstrained": d.random() < 0.5},
     ),
-    "muon emerging_optimizers": (
-        "muon", emergings_muon, lambda d: {"momentum": d.uniform(0.5, 0.95), "weight_decay": d.uniform(0, 0.2)}
-        | {"nesterov": d.random() < 0.5, "match_rms_adamw": d.random() < 0.3, "scale_floor": float(d.random() < 0.5)},
-    ),
-    "polargrad emerging_optimizers": (
-        "polargrad", functools.partial(emerging, "polargrad.PolarGrad"),
-        lambda d: {"momentum": d.uniform(0.5, 0.95), "weight_decay": d.uniform(0, 0.2), "ns_coefficients": "jordan"},
-    ),
-    "normuon emerging_optimizers": (
-        "normuon", emergings_normuon,
-        lambda d: {"betas": (d.uniform(0.5, 0.95), d.uniform(0.8, 0.95)), "weight_decay": d.uniform(0, 0.2)}
-        | {"eps": 1e-16},
-    ),
-    "scion emerging_optimizers": (
-        "scion", emergings_scion, lambda d: {"momentum": d.uniform(0.1, 0.9), "scale": d.uniform(0.5, 4)},
-    ),
 }  # fmt: skip
 
 
@@ -257,7 +209,6 @@ NEWTON_SCHULZ = {
     "pytorch_optimizer.optimizer.muon.normuon": "zero_power_via_newton_schulz_5",
     "pytorch_optimizer.optimizer.scion": "zero_power_via_newton_schulz_5",
     "heavyball.utils": "zeropower_via_newtonschulz5",
-    "emerging_optimizers.orthogonalized_optimizers.muon_utils": "newton_schulz",
 }
 """Where packages have Newton-Schulz."""
 
@@ -292,8 +243,6 @@ def test_rules_of_newton_schulz_are_their_packages(
     (rule, make, given), draw = ORTHOGONAL[case], settings(case, shape)
     if len(shape) < 2 and rule != "scion":
         pytest.skip("packages take AdamW, in a group of its own")
-    if "emerging" in case and (len(shape) < 2 or rule == "normuon" and shape[-2] < shape[-1]):
-        pytest.skip("takes matrices alone; evens out the columns of a wide one")
     options, start, exact, shared = given(draw), drawn(*shape, seed=1), backend == "fp64", Shared()
     for module, function in NEWTON_SCHULZ.items():
         if module.startswith(case.split()[1]):
@@ -301,8 +250,6 @@ def test_rules_of_newton_schulz_are_their_packages(
             double = {"dtype": torch.float64} if module.startswith("pytorch_optimizer") else {}
             rounds = functools.partial(getattr(where, function), **double)
             monkeypatch.setattr(where, function, rounds if exact else shared.theirs)
-            if "emerging" in case:
-                monkeypatch.setattr(where, "torch", torch_in_fp64())
     for where in (matrices, sys.modules[getattr(optim, spec_of(rule).class_name).__module__]):
         monkeypatch.setattr(where, "newton_schulz", in_fp64 if exact else shared.ours, raising=False)
     ours, others = Ours(rule, start, backend, options), each_of(start)
@@ -343,27 +290,8 @@ def conda(p: nn.Parameter, o: dict[str, Any]) -> Any:
     return optional("pytorch_optimizer").Conda([p], lr=LR, **o)
 
 
-def emergings_soap(p: nn.Parameter, o: dict[str, Any]) -> Any:
-    """Steps from the second on, in bases of the gradients before them, where it has its own gradient among them."""
-    soap = optional("emerging_optimizers.soap.soap")
-    own = {k: v for k, v in o.items() if k != "precondition_frequency"} | {"correct_shampoo_beta_bias": False}
-    full = {"fp32_matmul_prec": "highest", "qr_fp32_matmul_prec": "highest"}
-    made, factors, seen = soap.SOAP([p], LR, **own, **full), soap.update_kronecker_factors, []
-
-    def step() -> None:
-        seen.append(p.grad)
-        with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
-            patch.setattr(soap, "torch", torch_in_fp64())
-            patch.setattr(soap, "update_kronecker_factors", lambda grad, **kept: factors(grad=seen[-2], **kept))
-            if len(seen) > 1:
-                made.step()
-
-    return SimpleNamespace(step=step)
-
-
 IN_BASES: dict[str, tuple[Callable[[nn.Parameter, dict[str, Any]], Any], dict[str, Any]]] = {
     "soap": (heavyballs_soap, {"precondition_frequency": 1, "weight_decay": 0.0, "eps": 1e-12}),
-    "soap emerging_optimizers": (emergings_soap, {"precondition_frequency": 1, "weight_decay": 0.0, "eps": 1e-12}),
     "splus": (splus, {"inverse_every": 1, "ema_rate": 0.9}),
     "conda": (conda, {"update_proj_gap": 1, "scale": 0.25, "eps": 0.05}),
 }
@@ -376,36 +304,21 @@ def test_rules_in_bases_are_their_packages(case: str, size: int, backend: str) -
     """With new bases at every step, which heavyball takes in fp32: of errors as large as the largest eigenvalue,
     size**2, over the least distance of two, 3.  A step changes by eight of them at most, and what SPlus has near 0 by
     its sign; SOAP's divides those of elements, and eps, by their root mean squares."""
-    (make, options), draw, rule = IN_BASES[case], settings(case, (size, size)), case.split()[0]
+    (make, options), draw = IN_BASES[case], settings(case, (size, size))
     options = options | {"betas": (draw.uniform(0.5, 0.95), draw.uniform(0.8, 0.99))}
-    options |= {"weight_decay": draw.uniform(0.0, 0.2)} if rule != "soap" else {"shampoo_beta": draw.uniform(0.5, 0.95)}
+    options |= {"weight_decay": draw.uniform(0.0, 0.2)} if case != "soap" else {"shampoo_beta": draw.uniform(0.5, 0.95)}
     start = drawn(size, size, seed=1)
-    ours, other = Ours(rule, start, backend, options), nn.Parameter(start.double())
-    unit = 2.0**-53 if "emerging" in case and backend == "fp64" else 2.0**-24
-    theirs, most, error = make(other, options), 0.0, 8 * unit * size**3 / 3
+    ours, other = Ours(case, start, backend, options), nn.Parameter(start.double())
+    theirs, most, error = make(other, options), 0.0, 8 * 2.0**-24 * size**3 / 3
     for t, g in enumerate(steady(size), 1):
         other.grad = g.double()
         theirs.step()
         weight = ours.step(g)
-        if rule == "splus":
+        if case == "splus":
             most += 2 * LR / size * int((ours.states["momentum"].abs() <= 2.0**-24 * size**3 / 3).sum())
         moved = error
-        if rule == "soap" and t > 1:
+        if case == "soap" and t > 1:
             moved = (error / size + options["eps"]) * float(ours.states["exp_avg_sq"].reciprocal().sum().sqrt())
-        most += 8 * unit + LR * moved
+        most += 8 * 2.0**-24 + LR * moved
         assert (weight - other).abs().max() <= most, t
     assert (other - start).abs().max() > 0.05
-
-
-@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (64, 64), (4, 32, 96)], ids=str)
-@pytest.mark.parametrize("name", ["polar_express", "quintic"])
-def test_the_gram_form_is_its_authors(name: str, shape: tuple[int, ...]) -> None:
-    """Fifteen roundings, three a round and each by 2^-9, of matrices whose singular values are from 1 to 1/2."""
-    theirs = optional("gram_newton_schulz").GramNewtonSchulz
-    rounds, x = series.SETS[name][1][:5], drawn(*shape)
-    u, s, vh = svd(x.double(), full_matrices=False)
-    x = (u * torch.linspace(1, 0.5, s.shape[-1], dtype=s.dtype) @ vh).float()
-    options = {"ns_use_kernels": False, "compile_kwargs": None, "gram_newton_schulz_reset_iterations": [2]}
-    made = theirs(ns_coefficients=[list(t) for t in rounds], **options)(x).double()
-    ours = matrices.newton_schulz(x, 5, 1.0, 1.0, 1e-7, *(n for t in rounds for n in t)).double()
-    assert (ours - made).norm() <= 15 * 2.0**-9 * made.norm()

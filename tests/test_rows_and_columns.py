@@ -1,10 +1,8 @@
 """Formats that keep statistics of rows and columns: Rank1 and Factored, and the 4-bit paper's plans made of them."""
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 
 from optgen.base.errors import UserError
-from optgen.driver import explain, memory, targets
 from optgen.driver.compile import compile as compiled
 from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, Split, scales, softsign
 from optgen.formats.bound import ROUNDOFF
@@ -23,11 +20,7 @@ from optgen.ops import dtypes
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.cpu import native
 from optgen.runtime.layout import layout
-from optgen.verify import bounds
 from optgen.verify.bounds import one_step_bound
-from optgen.verify.differential import Trial
-from optgen.verify.intervals import FAST
-from specs import plans
 from specs.adamw import adamw
 from tests import harness, oracles
 from tests.test_cpp_stages import compare, train
@@ -275,21 +268,6 @@ def test_tables_are_those_of_the_dimensions_where_only_these_differ() -> None:
     compare(*found, ((8, 2, 3), (8, 3, 2)))
 
 
-FOUR_BITS = plans.int4_split24.but(name="rank1_split24", nonneg=Rank1(4, vectors=64))
-
-
-def test_one_more_sweep_over_gradient_and_second_moment() -> None:
-    """12.5 bytes and the first moment's scales, as `explain` derives them."""
-    found = explain.explain(adamw, FOUR_BITS)
-    assert len(found.sweeps) == 2
-    assert set(found.sweeps[0].reads) == {"g", "exp_avg_sq_codes"}
-    assert not found.sweeps[0].writes
-    assert found.traffic == 12.5 + 2 * 2 / 64 <= 12.6
-    assert found.sweeps[-1].why == "2 sweeps: keeping exp_avg_sq needs row_max, col_max"
-    rows = {row.name: row for row in explain.explain(adamw, plans.lpmm4_factor).memory}
-    assert (rows["exp_avg_sq"].bytes, rows["exp_avg_sq"].error) == (0, memory.NONE)
-
-
 # -- vectors, states and their forms
 def test_vectors_take_blocks_and_small_tensors_what_the_plan_says() -> None:
     cls = compiled(adamw, "lpmm4")
@@ -305,58 +283,6 @@ def test_vectors_take_blocks_and_small_tensors_what_the_plan_says() -> None:
         {"exp_avg_sq": (40,)},
         {"exp_avg_sq_codes": (8, 600), "exp_avg_sq_row": (8, 1), "exp_avg_sq_col": (1, 602)},
     ]
-
-
-@pytest.mark.parametrize(
-    ("fmt", "small"),
-    [(Factored(), {"": (10,)}), (Rank1(4), {"_codes": (1, 8), "_scale": (1, 1)})],
-    ids=["factored", "rank1"],
-)
-def test_overrides_keep_small_tensors_without_rows_and_columns_too(fmt: Any, small: dict[str, tuple[int, ...]]) -> None:
-    plan = plans.fp32.but(name="overridden", overrides={"exp_avg_sq": fmt}, small_numel=4096)
-    cls = compiled(adamw, plan)
-    params = [torch.nn.Parameter(torch.ones(s)) for s in ((10,), (), (8, 600))]
-    opt = cls(params, plan="overridden", backend="reference")
-    for p in params:
-        p.grad = torch.ones_like(p)
-    opt.step()
-    shapes = [{k: tuple(x.shape) for k, x in opt.state[p].items() if "sq" in k} for p in params]
-    assert shapes[0] == {f"exp_avg_sq{k}": x for k, x in small.items()}
-    assert not any("row" in k for k in shapes[1])
-    assert {"exp_avg_sq_row", "exp_avg_sq_col"} <= set(shapes[2])
-    assert all(torch.allclose(p, torch.tensor(1 - 1e-3 * 1.01), rtol=2.0**-20) for p in params)
-
-
-@pytest.mark.parametrize("plan", ["lpmm4", "lpmm4_factor", "int4_factored_split24"])
-def test_states_go_to_torch_s_form_and_back(plan: str) -> None:
-    cls = compiled(adamw, plan)
-    in_vectors = getattr(vars(plans)[plan].nonneg, "vectors", None)
-    draw = torch.Generator().manual_seed(3)
-    make: Callable[[], list[torch.nn.Parameter]] = lambda: [  # noqa: E731
-        torch.nn.Parameter(torch.zeros(s, dtype=torch.bfloat16)) for s in ((64, 70), (5, 3, 40, 9), (5000,))
-    ]
-    params = make()
-    opt = cls(params, plan=plan, backend="reference")
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=draw).bfloat16()
-    opt.step()
-    saved = opt.state_dict()
-    other = cls(make(), plan=plan, backend="reference")
-    other.load_state_dict(saved)
-    for p, q in zip(params, other.param_groups[0]["params"], strict=True):
-        assert all(torch.equal(x, other.state[q][k]) for k, x in opt.state[p].items() if isinstance(x, Tensor))
-    group = opt.param_groups[0]
-    for p in params:
-        _, module, variant = checkpoint.select(cls, group, p)
-        dense = checkpoint.dense_entry(module, variant, p, opt.state[p])
-        assert dense["exp_avg_sq"].shape == p.shape
-        values = {name: dense[name] for name in variant.states}
-        stored = layout.encode(module, variant, p, values, variant.names)
-        again = layout.decode(module, variant, p, stored, ["exp_avg_sq"])
-        allowed = 2 * (sum(p.shape[-2:]) + 8) * ROUNDOFF if p.ndim > 1 else 2.0**-19
-        if p.ndim == 1 and isinstance(in_vectors, LogMinMax):  # random bits may have left cells that fit less tightly
-            allowed = (1 + bounds.one_step_bound(replace(in_vectors, rounding="nearest")).total) ** 2 - 1
-        assert torch.allclose(again["exp_avg_sq"], dense["exp_avg_sq"], rtol=allowed, atol=0)
 
 
 # -- what is refused, and what is said
@@ -380,28 +306,6 @@ def test_what_has_no_rows_and_columns_is_refused() -> None:
         wrong.storage(averaged.states, dtypes.f32, False)
     with pytest.raises(UserError, match=r"E305.*needs no rows and columns"):
         Factored(vectors=Factored())
-
-
-@CPP
-@pytest.mark.parametrize("plan", ["lpmm4", "int4_factored_split24"])
-def test_fast_maths_is_within_its_bound_of_the_oracle(plan: str) -> None:
-    """Compiled kernels, from what is kept before each step, on a matrix with lines of zeros and on a stack."""
-    cls, found = compiled(adamw, plan), harness.plan_of(plan)
-    for shape in ((70, 90), (3, 40, 50)):
-        draw = torch.Generator().manual_seed(7)
-        trial = Trial(
-            cls, adamw, torch.randn(shape, generator=draw), dtype=torch.bfloat16, plan=plan, backend="cpp", model=FAST,
-            options={"lr": 1e-2},
-        )  # fmt: skip
-        storage = trial.storage(found, targets.recurrences_of(adamw, tuple(sorted(trial.flags.items()))))
-        gradients = []
-        for k in range(4):
-            g = torch.randn(shape, generator=draw) * 10.0 ** (-2 * k)
-            g[..., 3, :] = 0
-            gradients.append(g.bfloat16())
-        report = trial.check_steps(storage, gradients)
-        assert report.ok, [report.worst[name] for name in report.broken]
-        assert report.claimed == 1
 
 
 @optimizer(cite="nobody", matrix="first", name="AtTimes")

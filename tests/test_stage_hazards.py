@@ -16,76 +16,12 @@ from optgen.base.errors import UserError
 from tests import harness
 
 from optgen.lang import (  # isort: skip
-    flag, hyper, lookahead, model_dot, model_norm, model_total, newton_schulz, norm, optimizer, row, row_sum,
-    shape_flag, sqrt, state, tensor_state, where,
+    hyper, model_dot, model_norm, model_total, optimizer, row_sum,
+    shape_flag, sqrt, state,
 )  # fmt: skip
 from optgen.lang.spec import Spec
 
 BACKENDS = ("reference", "cpp")
-
-
-@optimizer()
-def row_history(p, g, n1=row(), n2=row(), *, lr=hyper(1e-2, ge=0), eps=hyper(1e-8, gt=0)):
-    p = p - lr * g * n2
-    n2 = n1
-    n1 = sqrt(row_sum(g * g))
-    p = p - lr * g / (n1 + 0.5 * n2 + eps)
-    return p, n1, n2
-
-
-@optimizer()
-def swapped(p, g, c=tensor_state(init=1.0), d=tensor_state(init=2.0), *, lr=hyper(1e-2, ge=0)):
-    size = norm(g)
-    p = p - lr * (c + 2 * d) * g / (1 + size)
-    old = c
-    c = d
-    d = old
-    return p, c, d
-
-
-@optimizer()
-def two_gradients(p, g, last=state(), older=state(), *, lr=hyper(1e-2, ge=0)):
-    p = p - lr * (g + 0.5 * last + 0.25 * older)
-    older = last
-    last = g
-    return p, last, older
-
-
-@optimizer()
-def last_weight(p, g, last=state(init="param"), *, lr=hyper(1e-2, ge=0)):
-    before = p
-    p = p - lr * g + 0.5 * (p - last)
-    last = before
-    return p, last
-
-
-@optimizer()
-def named_like_arguments(p, g, m=state(), *, lr=hyper(1e-2, ge=0)):
-    g_tensor = g / (norm(g) + 1e-8)
-    few_sum = norm(m)
-    m = 0.9 * m + g_tensor
-    p = p - lr * m / (norm(m) + few_sum + 1e-8) - lr * g
-    return p, m
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spec", [row_history, swapped, two_gradients, last_weight, named_like_arguments])
-def test_states_that_are_handed_on_keep_their_old_value(spec: Spec, backend: str) -> None:
-    draw = torch.Generator().manual_seed(3)
-    start = torch.randn(40, 70, generator=draw)
-    p = torch.nn.Parameter(start.clone())
-    opt = optgen.compile(spec, plan="fp32")([p], plan="fp32", backend=backend)
-    exact, states = start.double(), None
-    for t in range(1, 5):
-        g = torch.randn(40, 70, generator=draw)
-        p.grad = g.clone()
-        opt.step()
-        exact, states, _ = spec.evaluate(exact, g.double(), t, states)
-    # A few dozen roundings of terms no larger than the weight; a swapped state would be off by percents of a step.
-    assert (p.detach() - exact).abs().max() <= 64 * 2.0**-24 * exact.abs().max()
-    for name, value in states.items():
-        kept = opt.state[p][name].double()
-        assert (kept - value).abs().max() <= 64 * 2.0**-24 * value.abs().max(), name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -245,54 +181,6 @@ def test_a_sum_over_the_model_is_over_parameters_that_do_not_use_it(backend: str
         np.testing.assert_allclose(p.detach().numpy(), w, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["cpp", "triton"])
-def test_sums_over_the_model_take_convolutions_and_nothing(backend: str) -> None:
-    """Matrices of the first dimension, and tensors without elements: strict maths, the bits of the reference."""
-    from optgen.lang import clipped
-    from specs.muon import muon
-
-    cls = optgen.compile(clipped(muon), plan="fp32", maths="strict")
-    draw = torch.Generator().manual_seed(9)
-    start = [torch.randn(s, generator=draw) for s in ((4, 3, 5, 2), (0, 3), (7,), (3, 6), (0,), (5,))]
-    sides = {}
-    for side in ("reference", backend):
-        params = [torch.nn.Parameter(w.clone()) for w in start]
-        sides[side] = params, cls(params, plan="fp32", backend=side)
-    for _ in range(2):
-        grads = [torch.randn(w.shape, generator=draw) for w in start]
-        for params, opt in sides.values():
-            for p, g in zip(params, grads, strict=True):
-                p.grad = g.clone()
-            opt.step()
-    for p, q, w in zip(sides["reference"][0], sides[backend][0], start, strict=True):
-        assert torch.equal(p, q)
-        assert not p.numel() or not torch.equal(p.detach(), w)
-
-
-def test_one_number_for_the_model_whatever_its_groups_say() -> None:
-    cls = optgen.compile("prodigy", plan="fp32")
-    params = [torch.nn.Parameter(torch.randn(6, 5)) for _ in range(3)]
-    groups = [{"params": params[:1]}, {"params": params[1:2], "lr": 0.1}, {"params": params[2:], "d0": 1e-5}]
-    opt = cls(groups, plan="fp32", d0=1e-3)
-    for k in range(5):
-        for p in params:
-            p.grad = None if p is params[2] and k < 2 else torch.randn_like(p)
-        opt.step()
-        assert len({float(s["d"]) for s in opt.state.values()}) == 1
-
-
-def test_a_wrapper_sees_the_names_of_tuples_parts() -> None:
-    @optimizer()
-    def inner(p, g, m=state(), *, lr=hyper(1e-2, ge=0), betas=hyper((0.1, 0.9), ge=0, lt=1)):
-        alpha, beta = betas
-        m = beta * m + alpha * g
-        p = p - lr * m
-        return p, m
-
-    names = [h.name for h in lookahead(inner).hypers]
-    assert names == ["lr", "betas", "lookahead_k", "lookahead_alpha"]
-
-
 def averaging(plan: str = "fp32") -> tuple[list[torch.nn.Parameter], Any]:
     params = [torch.nn.Parameter(torch.randn(70, 80)), torch.nn.Parameter(torch.randn(9))]
     groups = [{"params": params[:1]}, {"params": params[1:]}]
@@ -321,86 +209,6 @@ def test_an_evaluation_that_fails_leaves_every_weight() -> None:
     with pytest.raises(ValueError, match="momentum"):
         opt.eval()
     assert all(torch.equal(p, q) for p, q in zip(params, trained, strict=True))
-
-
-@optimizer()
-def orthogonal_everywhere(p, g, m=state(), *, lr=hyper(1e-2, ge=0), wide=shape_flag(lambda shape: len(shape) >= 2)):
-    m = 0.9 * m + g
-    p = p - lr * (newton_schulz(m) if wide else m)
-    return p, m
-
-
-@optimizer(matrix="first")
-def orthogonal_outputs(p, g, m=state(), *, lr=hyper(1e-2, ge=0), wide=shape_flag(lambda shape: len(shape) >= 2)):
-    m = 0.9 * m + g
-    p = p - lr * (newton_schulz(m) if wide else m)
-    return p, m
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpp"])
-@pytest.mark.parametrize("shape", [(6, 4), (3, 6, 4), (2, 3, 4, 6)], ids=str)
-@pytest.mark.parametrize("spec", [orthogonal_everywhere, orthogonal_outputs], ids=["last", "first"])
-def test_the_matrices_are_those_of_the_rule(spec: Spec, shape: tuple[int, ...], backend: str) -> None:
-    """Each matrix by itself, in a rule that asks for nothing else of rows and columns."""
-    made = torch.Generator().manual_seed(0)
-    p, g = torch.randn(2, *shape, generator=made)
-    param = torch.nn.Parameter(p.clone())
-    opt = optgen.compile(spec, plan="fp32")([param], plan="fp32", backend=backend)
-    param.grad = g.clone()
-    opt.step()
-    matrices = g.reshape((1, shape[0], -1) if spec is orthogonal_outputs else (-1, *shape[-2:]))
-    wanted = torch.stack([newton_schulz(x) for x in matrices]).reshape(shape)
-    torch.testing.assert_close(param.detach(), p - 1e-2 * wanted, rtol=0, atol=2.0**-22)
-    torch.testing.assert_close(spec.evaluate(p, g, 1)[0], p - 1e-2 * wanted, rtol=0, atol=2.0**-22)
-
-
-@optimizer()
-def rows_at_times(p, g, *, lr=hyper(1e-2, ge=0), k=hyper(3, ge=1), sync=flag(every="k")):
-    if sync:
-        p = p - lr * g / (sqrt(row_sum(g * g)) + 1e-8)
-    else:
-        p = p - lr * g
-    return p
-
-
-def test_vectors_are_refused_where_any_step_needs_a_matrix() -> None:
-    cls = optgen.compile(rows_at_times, plan="fp32")
-    cls([torch.nn.Parameter(torch.ones(3, 2))], plan="fp32")
-    with pytest.raises(ValueError, match="rows and columns"):
-        cls([torch.nn.Parameter(torch.ones(3))], plan="fp32")
-
-
-@optimizer()
-def skips_spikes(p, g, m=state(), s=tensor_state(), *, lr=hyper(1e-2, ge=0)):
-    n = norm(g)
-    m = where(n > s + 1.0, m, 0.9 * m + g)
-    s = 0.9 * s + 0.1 * n
-    p = p - lr * m
-    return p, m, s
-
-
-@optimizer()
-def near_gradient(p, g, prev=state(), *, lr=hyper(1e-2, ge=0)):
-    n = norm(g + 0.5 * (g - prev))
-    prev = g
-    p = p - lr * g / (n + 1e-8)
-    return p, prev
-
-
-def test_the_gradient_is_not_read_back_in_8_bits() -> None:
-    """A state that is the gradient itself may be stored early; the step goes on with the gradient."""
-    cls = optgen.compile(near_gradient, plan="int8")
-    p = torch.nn.Parameter(torch.zeros(80, 70))
-    g = torch.randn(80, 70)
-    p.grad = g.clone()
-    cls([p], plan="int8", backend="reference", lr=1.0).step()
-    exact = -g.double() / ((1.5 * g.double()).norm() + 1e-8)
-    assert (p.detach() - exact).abs().max() <= 32 * 2.0**-24 * exact.abs().max()
-
-
-def test_rules_that_choose_by_a_norm_compile_under_every_kind_of_plan() -> None:
-    for plan in ("fp32", "int8_split24", "bf16_sr"):
-        assert optgen.compile(skips_spikes, plan=plan)
 
 
 def test_no_sum_is_left_to_atomics() -> None:

@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 
 import optgen
-from optgen.base.errors import UserError
-from optgen.lang import lookahead as around
 from tests import oracles
-from tests.harness import spec_of
 
 ULP = 2.0**-23
 SHAPES = ((40, 30), (30,), (1, 7), (7, 1), (4, 3, 5), (6, 2, 3, 3), ())
@@ -170,23 +167,6 @@ def test_a_clipped_spike_is_squared_after_it_is_clipped(backend: str) -> None:
     assert opt.state[p]["exp_avg_sq"][0, 0].item() == pytest.approx((1 - beta2) * max_norm**2, rel=bound)
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 1e3])
-def test_clipping_by_the_global_norm_is_torchs(max_norm: float) -> None:
-    """Over two groups: the norm is one for all."""
-    cls = compiled("clipped_adamw")
-
-    def theirs(params: list[torch.nn.Parameter]) -> Any:
-        opt = torch.optim.AdamW(params, lr=0.1, eps=1e-3)
-        opt.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(params, max_norm) and None)
-        return opt
-
-    def own(params: list[torch.nn.Parameter]) -> Any:
-        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.1}]
-        return cls(groups, plan="fp32", lr=0.1, eps=1e-3, max_norm=max_norm)
-
-    follow(theirs, own, count=8)
-
-
 @pytest.mark.parametrize("name", AUTHORS)
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_group_with_a_rate_of_0_has_no_part_in_the_estimate(name: str, frozen: int) -> None:
@@ -294,21 +274,6 @@ def test_a_group_that_begins_later_takes_over_a_state_of_the_model_whatever_it_s
 
 
 # -- intervals
-@pytest.mark.parametrize("k", [0.5, 2.5])
-def test_an_interval_is_a_whole_number(k: float) -> None:
-    p = torch.nn.Parameter(torch.ones(3))
-    p.grad = torch.ones(3)
-    before = p.detach().clone()
-    with pytest.raises(ValueError, match="lookahead_k"):
-        compiled("lookahead_adamw")([p], plan="fp32", lookahead_k=k).step()
-    assert torch.equal(p.detach(), before)
-
-
-def test_a_rule_around_itself_is_refused_where_its_names_are_taken() -> None:
-    with pytest.raises(UserError, match="`lookahead_k` cannot be used: lookahead_adamw has something of that name"):
-        around(spec_of("lookahead_adamw"))
-
-
 # -- matrix products
 MATRICES = ((40, 30), (30, 40), (1, 7), (7, 1), (1, 1), (64, 64))
 
@@ -362,15 +327,3 @@ def test_what_is_no_matrix_takes_adamw() -> None:
         ((30,), (4, 3, 5), (6, 2, 3, 3), (), (20, 30)),
         10,
     )
-
-
-@pytest.mark.parametrize("name", ["muon", "normuon"])
-def test_muon_keeps_its_momentum_in_8_bits(name: str) -> None:
-    cls = compiled(name, "int8_split24")
-    p = torch.nn.Parameter(torch.randn(128, 256).bfloat16())
-    opt = cls([p], plan="int8_split24")
-    p.grad = torch.randn_like(p)
-    opt.step()
-    assert opt.state[p]["momentum_buffer_codes"].dtype == torch.uint8
-    rows = 4 / 256 if name == "normuon" else 0.0
-    assert opt.memory().per_element == 2 + 1 + 1 + 2 / 64 + rows
