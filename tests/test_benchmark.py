@@ -120,13 +120,13 @@ def test_a_run_on_the_cpu_writes_its_report(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.slow
 def test_a_dry_run_of_both_halves(tmp_path: Path, compiling: dict[str, str]) -> None:
     command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--device", "cpu", "--out", str(tmp_path)]
-    command += ["--tune", "--json", "--budget", "2000"]
+    command += ["--json", "--budget", "2000"]
     emulation = {"OPTGEN_EMULATE": "90", "OPTGEN_ASSEMBLED": "8", "TRITON_CACHE_DIR": str(tmp_path / "kept")}
     done = subprocess.run(command, cwd=tmp_path, env=compiling | emulation, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert "bench_error" not in found and found["correctness"]["ok"]
-    assert list(found["sections"]) == [f"{name}, 1" for name in ("tensor", "matrix", "gpt2", "llama_8b", "tune")]
+    assert list(found["sections"]) == [f"{name}, 1" for name in ("tensor", "matrix", "gpt2", "llama_8b")]
     assert all(section["rows"] for section in found["sections"].values())
     checks = {name.split("::")[1].split("[")[0] for name in found["correctness"]["outcomes"]["PASSED"]}
     assert len(checks) == 5

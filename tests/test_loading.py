@@ -168,17 +168,6 @@ def test_what_the_host_may_count_is_compiled_before_the_first_step(monkeypatch: 
     assert compiler.launched == [(True, 72)] * 3
 
 
-def test_registers_are_planned_for_the_tile_of_the_plan_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = Compiler(monkeypatch, lambda limit: SimpleNamespace(run=None, n_regs=64, n_spills=0))
-    monkeypatch.setattr(launch, "_limits", lambda *_: {"maxnreg": 64})
-    for tile in (None, 128):
-        opt = made("triton")
-        give(params_of(opt), 0)
-        with launch.tuned(launch.Tuning(tile=tile)):
-            opt.step()
-    assert compiler.tried == [(False, 64)] * 2 + [(False, None)] * 2
-
-
 def test_tables_are_kept_from_step_to_step_while_nothing_moves() -> None:
     opt, kept = made("triton"), []
     give(params_of(opt), 0)

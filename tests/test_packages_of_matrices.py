@@ -183,6 +183,12 @@ def scion(ps: list[nn.Parameter], o: dict[str, Any]) -> Any:
     return optional("pytorch_optimizer").SCION(ps, lr=LR, **own)
 
 
+QUINTIC = [
+    (4.0848, -6.8946, 2.927), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+]  # fmt: skip
+"""heavyball's rounds."""
+
 ORTHOGONAL: dict[str, tuple[str, Any, Callable[[random.Random], dict[str, Any]]]] = {
     "muon pytorch_optimizer": (
         "muon", muon, lambda d: {"momentum": d.uniform(0.5, 0.95), "weight_decay": d.uniform(0, 0.2)}
@@ -190,7 +196,7 @@ ORTHOGONAL: dict[str, tuple[str, Any, Callable[[random.Random], dict[str, Any]]]
     ),
     "muon heavyball": (
         "muon", heavyballs_muon, lambda d: {"momentum": d.uniform(0.5, 0.95), "weight_decay": d.uniform(0, 0.2)}
-        | {"nesterov": False, "ns_coefficients": "quintic"},
+        | {"nesterov": False, "ns_coefficients": QUINTIC},
     ),
     "normuon pytorch_optimizer": (
         "normuon", normuon,

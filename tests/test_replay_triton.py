@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 from optgen.optim import LAMB, AdamW
 from optgen.runtime import Optimizer
 from optgen.runtime.layout import workspace
-from optgen.runtime.step import launch
 from tests.test_fast_path import CHANGES as OF_CPP
 from tests.training import everything, has_plan, keep_no_plan, params_of, planned_steps
 from tests.training import give_in_place as give
@@ -48,11 +47,6 @@ def unaligned(x: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1), x.flatten()])[1:].view(x.shape)
 
 
-def tune(opt: Optimizer) -> None:
-    with launch.tuned(launch.Tuning(tiles=1)):
-        opt.step()
-
-
 CHANGES: dict[str, Callable[[Optimizer], object]] = {
     **{key: OF_CPP[key] for key in ("nothing", "lr", "maximize", "no_gradient", "gradient_half")},
     **{key: OF_CPP[key] for key in ("add_group", "new_field")},
@@ -62,7 +56,6 @@ CHANGES: dict[str, Callable[[Optimizer], object]] = {
     "gradient_unaligned": lambda opt: setattr(first(opt), "grad", unaligned(first(opt).grad)),
     "another_step": lambda opt: opt.state[first(opt)].update(step=opt.state[first(opt)]["step"] + 40),
     "option": lambda opt: opt.param_groups[0].update(amsgrad=False, comment=1),
-    "tune": tune,
 }
 SHORT = {"nothing", "lr", "tensor_rate", "maximize", "gradient_elsewhere", "gradients_elsewhere"}
 

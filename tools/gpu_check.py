@@ -5,7 +5,6 @@
     python tools/gpu_check.py --only bench    a half; the other is --only correctness
     python tools/gpu_check.py --all           every check, of which one of three is drawn otherwise
     python tools/gpu_check.py --quick         default flags, fewer rounds
-    python tools/gpu_check.py --tune          also which launch settings are fastest
 
 Benchmarks come first, in this process, whose CUDA context nothing has harmed yet. Then the tests marked `cuda` run
 under pytest (tests/test_cuda.py and others), in processes of their own.
@@ -20,7 +19,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -29,10 +27,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +38,6 @@ sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
 
 import torch  # noqa: E402
 
-from optgen.runtime.step import launch  # noqa: E402
 from tools.bench import race  # noqa: E402
 from tools.bench.race import BASE, COPY, FLAGSHIP, Contender, Target  # noqa: E402
 
@@ -60,7 +56,6 @@ TARGETS = (
     Target(FLAGSHIP, "gpt2", 6.0, "FlashAdamW"),
 )
 JOBS = 16  # processes that check: each has a CUDA context of about half a GiB, and compiles on one core
-TILES, PROGRAMS = (2, 4, 8, 16), ((256, 1), (512, 1), (256, 4), (1024, 4))  # tiles; (elements per tile, warps)
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -71,7 +66,6 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="check every cell: the others are sampled by default")
     parser.add_argument("--seed", type=int, help="which of three samples is checked (default: the day's)")
     parser.add_argument("--huge", action="store_true", help="also a tensor of more than 2^31 elements (20 GiB)")
-    parser.add_argument("--tune", action="store_true", help="also compare launch settings")
     parser.add_argument("--no-llama", action="store_true", help="leave out the 8B list (60 to 120 GiB)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the reports")
     parser.add_argument("--json", action="store_true", help="print the report as JSON on the last line")
@@ -183,9 +177,6 @@ class Run:
             if name == "tensor" or (self.dry and name != "matrix"):  # a vector is not swept again
                 chosen = [c for c in chosen if not c.again and "released" not in c.name]
             self.section(name, title, shapes, chosen, rounds if name != "llama_8b" else rounds // 3 or 1, steps)
-        if self.asked.tune:
-            numel = 2**13 if self.dry else 2**28
-            self.section("tune", "Launch settings", [(numel,)], list(self.tuned(entrants)), rounds // 3 or 1, 1)
 
     def section(
         self, name: str, title: str, shapes: Any, entrants: Sequence[Contender], rounds: int, steps: int
@@ -200,21 +191,6 @@ class Run:
             sections[f"{name}, 1"] = found
         self.data["targets"] = [t.judge(sections, ()) for t in TARGETS]
         self.save()
-
-    def tuned(self, entrants: Sequence[Contender]) -> Iterator[Contender]:
-        """Yield optgen's contenders under other launch settings."""
-
-        def within(setting: Any) -> Callable[[], Any]:
-            return lambda: launch.tuned(setting)
-
-        for c in entrants:
-            if c.ours and "_rn_" not in c.name:
-                yield c
-                for (tile, warps), tiles in ((p, t) for p in PROGRAMS for t in TILES):
-                    words = f"{c.name}: {tile} elements/tile, {tiles} tiles/item, {warps} warps"
-                    yield replace(c, name=words, within=within(launch.Tuning(tile, tiles, warps)), kept=math.nan)
-                    if self.dry:
-                        return
 
     def compile_ahead(self, names: Sequence[str]) -> None:
         """Compile what is timed into Triton's cache on disk, on all cores: one process takes minutes."""

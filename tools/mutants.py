@@ -71,7 +71,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_torch_contract.py::test_a_momentum_that_comes_and_goes_is_torchs",
         "tests/test_whole_model.py::"
         "test_groups_that_would_begin_a_state_of_the_model_with_different_numbers_are_refused",
-        "tests/test_loading.py::test_registers_are_planned_for_the_tile_of_the_plan_alone",
         "tests/test_loading.py::test_tables_are_kept_from_step_to_step_while_nothing_moves",
         "tests/test_sharding.py::test_one_gradient_over_another_mesh_is_refused_on_the_short_way_too",
         "tests/test_sharding.py::test_a_rule_that_sums_at_some_steps_agrees_on_gradients_at_every_step",

@@ -49,31 +49,11 @@ BETWEEN = 8
 FINISHED = 256
 """Values that a program finishes; lanes of columns."""
 
-
 TILES = 4
-"""Full tiles per work item, where a plan does not say otherwise: amortizes the table look-ups."""
+"""Full tiles per work item: amortizes the table look-ups.  They go in pairs, one that is left over by masked parts."""
 
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """The settings of launches; None: as the plan says.  No setting but `rows` changes a bit of the result.
-
-    tile   elements per tile, a power of two and of at least one storage block
-    tiles  full tiles per work item; they go in pairs, one that is left over by masked parts
-    warps  warps per program
-    rows   rows per tile of a panel: 1, 2, 4 or 8; in fast maths another order of sums
-
-    The first three are of steps of one sweep.
-    """
-
-    tile: int | None = None
-    tiles: int | None = None
-    warps: int = 1
-    rows: int = 1
-
-    def tile_of(self, usual: int) -> int:
-        """Return the elements per tile of a kernel."""
-        return self.tile or usual * (1 if torch.version.hip is None else 2)  # AMD's warps have 64 threads
+ROWS = 1
+"""Rows per tile of a panel: 1, 2, 4 or 8; in fast maths another number is another order of sums."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +119,7 @@ Limits = Callable[[str], dict[str, int]]
 
 
 def build(
-    bucket: Bucket, kernels: ModuleType, grad: Any, now: Now, old: Launches | None, tuning: Tuning, limits: Limits
+    bucket: Bucket, kernels: ModuleType, grad: Any, now: Now, old: Launches | None, limits: Limits
 ) -> Launches:
     """The launches for tensors of these shapes, stream keys, columns of addresses, places and dimensions of columns.
 
@@ -153,7 +133,7 @@ def build(
         return replace(moved(old, sent(host, device)), live=live, host=host)
     room = workspace.make(bucket.variant, live.shapes, device, live.dims, bucket.pool)
     room = replace(room, numbers=workspace.numbers(kernels, bucket.variant, device))
-    maker = _Maker(bucket, kernels, grad, live, room, tuning, limits)
+    maker = _Maker(bucket, kernels, grad, live, room, limits)
     host = live.table(room, maker.dense, staged)
     maker.make(Launches(live, room, maker.dense, host, sent(host, device)))
     return maker.plan
@@ -173,11 +153,11 @@ class _Maker:
     """Make the calls of a plan, stage by stage."""
 
     def __init__(
-        self, bucket: Bucket, kernels: ModuleType, grad: Any, live: Live, room: workspace.Workspace, tuning: Tuning,
+        self, bucket: Bucket, kernels: ModuleType, grad: Any, live: Live, room: workspace.Workspace,
         limits: Limits,
     ) -> None:  # fmt: skip
         self.variant, self.device, self.apart = bucket.variant, bucket.device, bucket.in_parts
-        self.kernels, self.grad, self.tuning, self.limits = kernels, grad, tuning, limits
+        self.kernels, self.grad, self.limits = kernels, grad, limits
         self.shapes, self.own, self.places = live.shapes, live.own, live.places
         self.sizes = [workspace.matrices(shape) for shape in self.shapes]
         variant = self.variant
@@ -265,8 +245,6 @@ class _Maker:
             # The registers that suffice are counted for wide accesses without masks.
             few = not record.ragged and stage.matrices and record.across < usual.across
             planned = record.aligned and not record.ragged
-            if self.variant.single is not None:
-                planned = record.tile == self.kernels.TILE[stage.kernel]
             limit = self.limits(stage.kernel + "_few" * few) if planned else {}
             self._add(stage, work, {"SWEEP": record}, stage.scalars, num_warps=warps, **limit)
         gathered = [i for i in range(len(self.shapes)) if stage.matrices and not self._fits(stage, i)]
@@ -282,10 +260,10 @@ class _Maker:
 
         shape, block = self.shapes[i], stage.block
         if self.variant.single is not None:
-            tile, per_item = self.tuning.tile_of(self.kernels.TILE[stage.kernel]), self.tuning.tiles or TILES
+            tile = self.kernels.TILE[stage.kernel] * (1 if torch.version.hip is None else 2)  # of 64 lanes, as above
             ragged = is_ragged(shape, block, self.places[i], self.variant.stochastic)
-            record = dict(tiles=per_item, tile=tile, ragged=ragged, aligned=self.own[i])
-            return (self.tuning.warps, tuple(record.items())), tiles(shape, block, tile)
+            record = dict(tiles=TILES, tile=tile, ragged=ragged, aligned=self.own[i])
+            return (1, tuple(record.items())), tiles(shape, block, tile)
         if not stage.matrices:
             tile = self.kernels.TILE[stage.kernel]
             sums_up = any(name in self.partials for name in stage.temps)
@@ -298,12 +276,12 @@ class _Maker:
             return (1, flat), tiles(shape, block, max(256, block))
         matrices, height, columns = self.sizes[i]
         rows, across = workspace.panel(self.variant, stage, shape)
-        per_item = rows // self.tuning.rows
+        per_item = rows // ROWS
         place = self.places[i]
         eights = block > 1 or not (place.width % 8 or place.column % 8)
         aligned = self.own[i] and columns % 16 == 0 and eights
         count = matrices * -(-height // rows) * -(-columns // across) * per_item
-        return how(tiles=per_item, tile=self.tuning.rows, across=across, aligned=aligned), count
+        return how(tiles=per_item, tile=ROWS, across=across, aligned=aligned), count
 
     def _segment(self, stage: Stage, count: int) -> int:
         """Return the elements whose sum is one partial result of a tensor that has so many tiles."""

@@ -29,33 +29,10 @@ SETS: dict[str, tuple[int, tuple[Triple, ...]]] = {
     "polar_express": (5, (*((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _EXPRESS), (1.875, -1.25, 0.375))),
     "deepseek": (10, (*8 * (JORDAN,), (2.0, -1.5, 0.5))),
     "cubic": (10, ((1.5, -0.5, 0.0),)),
-    "simple": (5, (JORDAN,)),
-    "quintic": (
-        5,
-        ((4.0848, -6.8946, 2.927), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
-         (2.8366, -3.0525, 1.2012)),
-    ),
-    "cans": (
-        5,
-        ((8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.563), (3.2866, -2.4647, 0.5074),
-         (2.2737, -1.6447, 0.4162)),
-    ),
-    "aol": (
-        4,
-        ((4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254), (2.7215, -3.0494, 1.3169)),
-    ),
-    "deepseekv4": (10, (*8 * (JORDAN,), (2.0, -1.5, 0.5))),
-    "cubic5": (
-        5,
-        ((3.3656576, -3.3420992, 0.0), (2.5744352, -1.4957376, 0.0), (2.5368962, -1.431257, 0.0),
-         (2.4418906, -1.276404, 0.0), (2.2230472, -0.963065, 0.0)),
-    ),
-}  # fmt: skip
+}
 """Rounds as usual, and coefficients: of the series that brings all singular values near 1 in five rounds (Jordan et al.
 2024); of the best one for each round, with the authors' margin for bf16 (Amsel et al. 2025, arXiv:2505.16932); eight
-rounds of the first and two that converge; Newton and Schulz's own; then the sets of Emerging-Optimizers by its names
-(simple and deepseekv4 are jordan and deepseek; cans: arXiv:2506.10935; cubic5: arXiv:2606.00371), whose quintic, aol
-and cubic5 begin anew there after the last round."""
+rounds of the first and two that converge; Newton and Schulz's own."""
 
 _places: dict[Any, float] = {}
 SEEN: list[tuple[Triple, ...]] = []

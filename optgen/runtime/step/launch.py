@@ -13,8 +13,7 @@ import functools
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,7 +35,6 @@ ALIGNMENT = 16
 """Bytes: the widest access of a thread."""
 
 TILES = stages.TILES
-Tuning = stages.Tuning
 
 
 def _limits(kernels: ModuleType, device: torch.device, function: str) -> dict[str, int]:
@@ -69,20 +67,6 @@ def limits(kernels: ModuleType, function: str, major: int) -> dict[str, int]:
     found: dict[str, int] = getattr(kernels, "OPTIONS", {}).get(function, {})
     most = compiled.registers(getattr(kernels, "WARPS", {}).get(function, 1))
     return {name: min(value + (8 if major >= 10 and value > 64 else 0), most) for name, value in found.items()}
-
-
-tuning = Tuning()
-
-
-@contextmanager
-def tuned(setting: Tuning) -> Iterator[None]:
-    """Steps made inside launch kernels that way, in every optimizer of the process: for measuring defaults."""
-    global tuning
-    before, tuning = tuning, setting
-    try:
-        yield
-    finally:
-        tuning = before
 
 
 class Signature(NamedTuple):
@@ -208,7 +192,7 @@ class TritonKernels(Kernels):
             _warn_fused(self.device)
         told = functools.partial(_limits, self.module, self.device)
         before, grad = old.launches if old else None, getattr(tl, dtype_name(bucket.grad_dtype))
-        self.launches: stages.Launches = stages.build(bucket, self.module, grad, now, before, tuning, told)
+        self.launches: stages.Launches = stages.build(bucket, self.module, grad, now, before, told)
         self.spare: Tensor | None = None
         self.own_memory |= bool(self.launches.kept)
 
@@ -324,7 +308,7 @@ class Launcher:
         place = self._turns[bucket.turn] * bucket.waits  # the buckets of one turn run together, each beside the others
         if not bucket.variant.model_temps and not self._capturing:
             bucket.pool = self._pools.setdefault(place, workspace.Pool())
-        alike = (*bucket.kind, bucket.backend, tuning, place)  # whose memory tables keep
+        alike = (*bucket.kind, bucket.backend, place)  # whose memory tables keep
         self._alike[alike] += 1  # several buckets where parameters have made unequally many steps
         key = (*alike, self._alike[alike])
         with guard(bucket.device):

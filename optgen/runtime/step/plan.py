@@ -24,7 +24,6 @@ from torch import Tensor
 from optgen.runtime.layout import sharding
 from optgen.runtime.options import options
 from optgen.runtime.options.entries import Owner
-from optgen.runtime.step import launch
 from optgen.runtime.step.launch import Kernels, Tables
 from optgen.runtime.work import counting, staged
 from optgen.runtime.work.bucket import Bucket
@@ -324,13 +323,13 @@ class Plans:
             len(groups) == len(self.groups)
             and scaled == self.scaled
             and all(map(Options.matches, self.groups, groups))
-            and self._launch_settings() == self.launch_settings
+            and self._streams() == self.streams
             and not any(p.requires_grad for p in self.frozen)
         )
 
-    def _launch_settings(self) -> list[Any]:
-        """Return the tuning and the streams of launches."""
-        return [launch.tuning, *(torch.cuda.current_stream(device).cuda_stream for device in self.devices)]
+    def _streams(self) -> list[Any]:
+        """Return the streams of launches."""
+        return [torch.cuda.current_stream(device).cuda_stream for device in self.devices]
 
     def keep(
         self, owner: Owner, groups: list[Options], ready: Sequence[PreparedBucket], used: Tables, scaled: bool
@@ -342,7 +341,7 @@ class Plans:
             sharded = [p for p in self.params if sharding.is_sharded(p)] if sharding.kind() else []
             self.frozen = [p for p in sharded if not p.requires_grad]  # ranks may wait for one another once trained
             self.devices = list({p.device: None for p in self.params if p.is_cuda})
-            self.launch_settings = self._launch_settings()
+            self.streams = self._streams()
             # torch asks subclasses for a handler at each attribute, which takes longer than the comparison itself.
             self.plain_reads: Callable[[], AbstractContextManager[Any]] = (
                 torch._C.DisableTorchFunctionSubclass if sharded else nullcontext
