@@ -212,14 +212,11 @@ class Built:
 
     def decode(self, *tensors: Tensor, shape: torch.Size) -> dict[str, Tensor]:
         """Return the weight and the states of a parameter of that shape, fp32."""
-        return plans.storage(self.pair, self.variant).decode(*tensors, dims=self._dims(shape))
+        return plans.storage(self.pair, self.variant).decode(*tensors)
 
     def encode(self, values: Mapping[str, Tensor], shape: torch.Size) -> dict[str, Tensor]:
         """Return the fields of values of a parameter of that shape."""
-        return plans.storage(self.pair, self.variant).encode(values, self._dims(shape))
-
-    def _dims(self, shape: torch.Size) -> tuple[int, ...] | None:
-        return layout.column_dims(self.variant.matrix, shape) if self.variant.has_axes else None
+        return plans.storage(self.pair, self.variant).encode(values)
 
     @property
     def scalars(self) -> Callable[..., tuple[float, ...]]:

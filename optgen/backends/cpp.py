@@ -30,7 +30,6 @@ from optgen.ir.node import Node, is_const, postorder
 from optgen.ir.program import Let, Schedule, Store, Sweep
 from optgen.ops import dtypes
 from optgen.ops.dtypes import DType
-from optgen.ops.prims import GATHERS
 
 NAN = 0x7FC00000  # f32, without a payload
 WORTH = 6  # operations from which on a loop of their own pays
@@ -278,7 +277,6 @@ SPELL: dict[str, Spelling] = {
     "floor": _call("floor"),
     "lookup": _table,
     "search": _table,
-    **dict.fromkeys(GATHERS, lambda p, n: p.express(n.args[0])),  # gathered where the tile's array was filled
     "sqrt": _call("sqrt"),
     "rcp": _rcp,
 }

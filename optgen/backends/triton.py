@@ -324,7 +324,7 @@ def scalar_ranges(program: Program) -> dict[str, Interval]:
 # What a kernel names itself: a scalar of that name is spelled with an underscore there.
 LOCALS = frozenset(
     "walk walk_panels walk_any rounds SWEEP LEVEL table work item row rows columns first end "
-    "axes indices at live at_mat lane number start group extent_rows extent_columns extent_elements".split()
+    "at live at_mat lane number start group extent_rows extent_columns extent_elements".split()
 )
 
 

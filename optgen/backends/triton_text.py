@@ -20,7 +20,6 @@ from optgen.ir.node import Node, postorder
 from optgen.ir.program import Let, Program, Schedule, Step, Store
 from optgen.ir.ranges import Intervals
 from optgen.ops import spaces
-from optgen.ops.prims import GATHERS
 
 C = "c"
 """The coefficient that a codec's `decode` multiplies its value with."""
@@ -169,11 +168,8 @@ def _read(
         let = found[name]
         printer.names[let.node.uid] = let.name
         lines["decode"] += [(line, "")] if (line := reading(let)) else []
-    gathered = {n.uid: n for n in postorder([s.node for s in sweep.stores]) if n.op in GATHERS}
-    for n in gathered.values():
-        printer.names[n.uid] = found[n.args[0].attr].name
     for let in triton.printed_lets(schedule):
-        if let.node.op != "load" and let.node.uid not in gathered:
+        if let.node.op != "load":
             for section, new in bound_lines((let,), printer).items():
                 lines[section] += new
     return lines, [found[name].name for name in sweep.reads]

@@ -52,7 +52,6 @@ def refuse(spec: Spec, variants: Iterable[Variant], rules: Iterable[RuleRecord])
         "it sums over all parameters of a model": any("model" in rule.spaces for rule in rules),
         "some of its states have a rank that its user chooses": any(f.rank for v in variants for f in v.fields),
         "it takes the gradient twice": spec.ascent is not None,
-        "its states do not begin at 0": any(v.init and v.has_axes for v in variants),
     }
     if why := next((why for why, holds in reasons.items() if holds), ""):
         raise UserError("E419", loc=spec.loc, name=spec.name, why=why)

@@ -100,7 +100,7 @@ class Noise:
 
 
 class View(Protocol):
-    """The blocks and indices of a tensor that is enclosed: each method gives every element that of its own."""
+    """The blocks and lines of a tensor that is enclosed: each method gives every element that of its own."""
 
     def largest(self, x: Any, size: int) -> Any:
         """Return the largest of each block of that size; NaN wins."""
@@ -108,8 +108,8 @@ class View(Protocol):
     def smallest(self, x: Any, size: int) -> Any:
         """Return the smallest of each block of that size; NaN wins."""
 
-    def of_indices(self, x: Any) -> Any:
-        """Return the smallest of the largest x that each index has (rank1.py)."""
+    def of_lines(self, x: Any) -> Any:
+        """Return the smaller of the largest x of a row and of a column (rank1.py)."""
 
 
 class Format(ABC):

@@ -12,7 +12,6 @@
             | lookup expr table | search expr table
             | call expr scalar* name                 a function of whole matrices, one value per element
             | row_sum expr | col_sum expr | mat_sum expr | tensor_sum expr | row_max ...
-            | axis_max expr | axis_min expr
 
 Nodes are immutable and hash-consed: equal means identical, so `is` compares and dicts are cheap.  Where a
 node came from is not part of it: names and source places belong to the lets of a program.

@@ -212,7 +212,7 @@ _RULES: Mapping[str, RangeRule] = {
     "where": lambda n, a: (min(a[1][0], a[2][0]), max(a[1][1], a[2][1])),
     "lshr": lambda n, a: (0, (1 << (32 - n.args[1].attr)) - 1),
     "shl": lambda n, a: _wrap((a[0][0] * 2 ** n.args[1].attr, a[0][1] * 2 ** n.args[1].attr)),
-    **dict.fromkeys(("block_max", "block_min", "axis_max", "axis_min"), lambda n, a: a[0]),
+    **dict.fromkeys(("block_max", "block_min"), lambda n, a: a[0]),
     "lookup": lambda n, a: (min(n.attr.values), max(n.attr.values)),
     "search": lambda n, a: (0, len(n.attr.values)),
 }  # fmt: skip

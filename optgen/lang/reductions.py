@@ -18,7 +18,6 @@ from optgen.ops.spaces import Space
 
 # Spaces of values that a reduction takes.
 _BELOW = {"row": ("elem",), "col": ("elem",), "mat": ("elem", "row", "col"), "tensor": ("elem", "row", "col", "mat")}
-_BELOW["axis"] = ("col",)
 _BELOW["model"] = (*_BELOW["tensor"], "tensor")
 
 _OF_NUMBER = (
@@ -123,19 +122,9 @@ mean = _statistic(
     "mean", "tensor_sum", "The mean over the whole tensor; of row or column statistics, over all of them.",
     spaces.tensor,
 )  # fmt: skip
-axis_max = _statistic(
-    "axis_max", "axis_max", "Of column statistics, for each index of a dimension that columns are made of the largest "
-    "of the columns that have it; on tensors and numbers, whose columns are made of one, the operand itself.",
-)  # fmt: skip
 model_total = _statistic(
     "model_total", "model_sum", "The sum over all parameters that have a gradient, of every group of the optimizer."
 )
-
-
-def axis_min(x: Num) -> Num:
-    """Return for each column the smallest value of its indices; leads back from `axis_max` to columns."""
-    _check(x, "axis_min", ("axis",))
-    return reader_of(x).axis_min(x)
 
 
 def rms(x: Num) -> Num:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from optgen.ops.dtypes import PRECISION, DType
-from optgen.ops.prims import GATHERS, PRIMS, SCOPES, holds
+from optgen.ops.prims import PRIMS, SCOPES, holds
 from optgen.ops.tables import Table
 
 Operand = Any  # Tensor | float
@@ -115,8 +115,6 @@ class TensorReader:
     def __getattr__(self, name: str) -> Any:
         if name in PRIMS and PRIMS[name].tensor:
             return getattr(torch, PRIMS[name].tensor)
-        if name in GATHERS:
-            return lambda x: x  # the columns of a tensor of rows and columns are made of one dimension
         if name.split("_")[0] in SCOPES:
             return _reduction(name)
         if name not in _MEANINGS:

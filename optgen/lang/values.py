@@ -30,7 +30,7 @@ from optgen.ir.node import Node
 from optgen.lang import refusals
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
-from optgen.ops.prims import GATHERS, PRIMS, Prim, symbol
+from optgen.ops.prims import PRIMS, Prim, symbol
 
 Num = Any  # Value | Tensor | sympy.Basic | float: whatever a reader reads
 
@@ -331,7 +331,7 @@ class MathReader:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         # A number is its own mean, sum and maximum.
-        if name.endswith(("_sum", "_max", "_mean")) or name in GATHERS:
+        if name.endswith(("_sum", "_max", "_mean")):
             return lambda x: x
         meaning = (PRIMS[name].number or PRIMS[name].operator) if name in PRIMS else None
         if meaning is None:

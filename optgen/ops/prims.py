@@ -172,10 +172,6 @@ _ROWS = (
     *(Prim(f"{scope}_sum", "n", space=scope, combine="add") for scope in ("row", "col", "mat", "tensor")),
     *(Prim(f"{scope}_max", "n", space=scope, combine="max") for scope in ("row", "col", "mat", "tensor")),
     Prim("model_sum", "n", "over all parameters that have a gradient", space="model", combine="add"),
-    # between columns and the indices of the dimensions that they are made of
-    Prim("axis_max", "n", "of columns: for each index of a dimension the largest of the columns that have it",
-         space="axis"),
-    Prim("axis_min", "n", "of indices: for each column the smallest among its own", space="col"),
     # of whole matrices, which no kernel computes
     Prim("matmul", "ff", "product of two matrices", f32, "product", infix=("@", 6, True)),
     Prim("transpose", "f", "rows and columns changed over", f32, "transposed"),
@@ -228,9 +224,6 @@ MATRIX_OPS = frozenset({"matmul", "transpose", "to_wide", "zero_product", "call"
 
 REDUCTIONS = {p.name: (p.space, p.combine) for p in _ROWS if p.combine}
 """op -> (space of the result, combine)."""
-
-GATHERS = {"axis_max": "axis", "axis_min": "col"}
-"""Reductions of values of another small space, several for each result: op -> the space of the result."""
 
 SCOPES: dict[str, tuple[int, ...] | None] = {
     "row": (-1,), "col": (-2,), "mat": (-2, -1), "tensor": None, "model": None,

@@ -1,10 +1,9 @@
-"""The spaces in which values live: host < model < tensor < mat < row, col, axis < block < elem.
+"""The spaces in which values live: host < model < tensor < mat < row, col < block < elem.
 
 `host` is computed once per step on the host in fp64; `model` has one value for all parameters together, on the
 device; `tensor` has one value per parameter tensor, `mat` one per leading index of an ndim > 2 tensor, `row` and `col`
 one per row and column of the last two dimensions, `block` one per storage block (`size` neighbours along the last
-dimension) and `elem` one per element.  `axis` has one per index of each dimension that columns are made of, where they
-are made of several; where they are one dimension, its values are theirs.  Arithmetic joins spaces upward
+dimension) and `elem` one per element.  Arithmetic joins spaces upward
 (`row * col -> elem`); reductions go down.
 
 Whole matrices beside those of elements have spaces named by their two dimensions, m rows of the parameter's matrix, n
@@ -45,10 +44,10 @@ class Space:
         return Space, (self.name, self.size)
 
 
-RANK = {"host": 0, "model": 1, "tensor": 2, "mat": 3, "row": 4, "col": 4, "axis": 4, "block": 5, "elem": 6}
+RANK = {"host": 0, "model": 1, "tensor": 2, "mat": 3, "row": 4, "col": 4, "block": 5, "elem": 6}
 MATRICES = frozenset(a + b for a in "mnslr" for b in "mnslr") - {"mn"}
 RANK |= dict.fromkeys(MATRICES, 7)
-SMALL = frozenset({"model", "tensor", "mat", "row", "col", "axis"})
+SMALL = frozenset({"model", "tensor", "mat", "row", "col"})
 """Few values beside elements: kept in fp32 between sweeps."""
 
 host = Space("host")
@@ -57,7 +56,6 @@ tensor = Space("tensor")
 mat = Space("mat")
 row = Space("row")
 col = Space("col")
-axis = Space("axis")
 elem = Space("elem")
 whole = Space("whole")  # of a stage: what torch does with whole matrices
 

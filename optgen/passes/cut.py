@@ -40,7 +40,7 @@ from optgen.passes.share import nearest
 
 START = -1  # the level of small work before the first sweep
 # Spaces of small work, in the order in which a level works on them, and what a stage says of their values.
-_OF = {"row": "rows", "col": "columns", "axis": "the columns' dimensions", "mat": "matrices", "tensor": "tensors",
+_OF = {"row": "rows", "col": "columns", "mat": "matrices", "tensor": "tensors",
        "model": "the model"}  # fmt: skip
 _ORDER = {space: order for order, space in enumerate(_OF)}
 Round = tuple[int, int, int]
@@ -294,9 +294,6 @@ class Names:
         """Return row_sum_for_<the nearest name above the node>, or the node as it reads."""
         if node.uid in self.matrices:
             return str(node.attr or node.op)
-        if node.op == "axis_min":
-            (x,) = node.args
-            return f"{x.attr if x.op == 'load' else self.lines.get(x.uid) or self.names[x.uid]}_spread"
         if node.op not in REDUCTIONS:
             return name_for(node, f"{node.space.name}_{node.op}", {**self.lines, **self.names})
         if above := self._above(node):

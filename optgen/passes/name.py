@@ -24,7 +24,7 @@ RESERVED = {
     *dir(builtins),
     *VARIABLES,
     *CALLED,
-    *"g_ptr at_row at_col at_mat at_eight live_row live_col live_mat live_eight axes dims indices".split(),
+    *"g_ptr at_row at_col at_mat at_eight live_row live_col live_mat live_eight".split(),
     *"extent_rows extent_columns extent_elements few_sum few_max newton_schulz draws fraction integer middle".split(),
     *"SHIFT stored Blocks".split(),
 }

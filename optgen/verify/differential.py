@@ -38,7 +38,6 @@ from optgen.runtime.layout import layout
 from optgen.runtime.options.options import hypers_of
 from optgen.runtime.records.join import settled
 from optgen.runtime.records.keys import DRAW, stream_key
-from optgen.runtime.reference import eager
 from optgen.verify.intervals import STRICT, Interval, Rounding
 
 
@@ -116,14 +115,12 @@ def enclose(
     g: Tensor,
     hypers: Mapping[str, Any],
     kept: Mapping[str, Tensor] | None = None,
-    dims: tuple[int, ...] | None = None,
 ) -> Values:
     """Everything that may be kept after one more step, the exact result included.
 
     hypers  constructor arguments (flags too); the gradient has any float dtype
     kept    decoded states after the step, where they are known: what a relative format divided by is then a
             number, not an interval
-    dims    as in `BlockView`
     """
     shape = before.p.shape
     flags = spec.flag_values({**before.host, **hypers}, tuple(shape), before.step + 1)
@@ -131,13 +128,12 @@ def enclose(
     if seen != shape:
         hypers = {**hypers, **flags}
         views = kept and {k: v.reshape(seen) if v.shape == shape else v for k, v in kept.items()}
-        dims = layout.column_dims("first", shape)
-        after = enclose(spec, storage, before.reshaped(spec, seen), g.reshape(seen), hypers, views, dims)
+        after = enclose(spec, storage, before.reshaped(spec, seen), g.reshape(seen), hypers, views)
         return after.reshaped(spec, shape)
     gradient = Interval.point(g.float(), before.p.model)
     p, states, host = _evaluated(spec, before, gradient, hypers)
     still = untouched(spec, storage, flags)
-    step = StoredStep(spec, storage, before, kept, dims, still)
+    step = StoredStep(spec, storage, before, kept, still)
     if early := [name for name in read_back(spec, storage, flags) if name not in still]:
         trace = spec.trace(flags)
         p, states = step.read_back({"p": trace.p, **trace.states}, gradient, _scalars(spec, before, hypers), early)
@@ -156,7 +152,6 @@ class StoredStep:
     storage: Storage
     before: Values
     kept: Mapping[str, Tensor] | None
-    dims: tuple[int, ...] | None
     still: Collection[str]
 
     def kept_state(self, name: str, states: Mapping[str, Interval]) -> Interval:
@@ -170,7 +165,7 @@ class StoredStep:
             given = self.kept and Interval.point(self.kept[base], states[name].model)
             root = _root(given or self.kept_state(base, states))
         lo, hi = (end.expand(self.before.states[name].shape) for end in (states[name].lo, states[name].hi))
-        return stored(fmt, states[name].spanning(lo, hi), root, self.dims)
+        return stored(fmt, states[name].spanning(lo, hi), root)
 
     def read_back(
         self, roots: Mapping[str, Node], gradient: Interval, scalars: Mapping[str, float], early: Collection[str]
@@ -286,9 +281,9 @@ def _root(x: Interval) -> Interval:
     return Interval(lo * (1 - 2 * F32_UNIT), hi * (1 + 2 * F32_UNIT), x.model)
 
 
-def stored(fmt: Format, x: Interval, root: Interval | None = None, dims: tuple[int, ...] | None = None) -> Interval:
-    """Return the interval of decode(encode(x)) for every x in the interval; `dims` as in `BlockView`."""
-    return fmt.enclose(x, BlockView(x.shape, dims), root) if x.lo.numel() else x
+def stored(fmt: Format, x: Interval, root: Interval | None = None) -> Interval:
+    """Return the interval of decode(encode(x)) for every x in the interval."""
+    return fmt.enclose(x, BlockView(x.shape), root) if x.lo.numel() else x
 
 
 def stored_weight(storage: Storage, x: Interval) -> Interval:
@@ -298,13 +293,10 @@ def stored_weight(storage: Storage, x: Interval) -> Interval:
 
 
 class BlockView:
-    """The blocks, along rows of the 2-D view, and indices of tensors of one shape (`optgen.formats.format.View`).
+    """The blocks, along rows of the 2-D view, and lines of tensors of one shape (`optgen.formats.format.View`)."""
 
-    dims  what the columns of a matrix are made of; None: one dimension
-    """
-
-    def __init__(self, shape: torch.Size, dims: tuple[int, ...] | None = None) -> None:
-        self.shape, self.dims = shape, dims
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = shape
         self.rows, self.columns = layout.grid(shape)
 
     def largest(self, x: Tensor, size: int) -> Tensor:
@@ -313,9 +305,8 @@ class BlockView:
     def smallest(self, x: Tensor, size: int) -> Tensor:
         return self._spread(self._split(x, size, math.inf).amin(-1, keepdim=True), size)
 
-    def of_indices(self, x: Tensor) -> Tensor:
-        columns = eager.axis_min(eager.axis_max(x.amax(-2, keepdim=True), self.dims), self.dims)
-        return torch.minimum(x.amax(-1, keepdim=True), columns)
+    def of_lines(self, x: Tensor) -> Tensor:
+        return torch.minimum(x.amax(-1, keepdim=True), x.amax(-2, keepdim=True))
 
     def _split(self, x: Tensor, size: int, fill: float) -> Tensor:
         x = x.reshape(self.rows, self.columns)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from optgen.lang.values import clip, exp2, log2, maximum, raised, reader_of, where
 from optgen.ops.dtypes import F32_UNIT, f32
-from optgen.ops.prims import GATHERS, PRIMS, SCOPES, Prim, holds
+from optgen.ops.prims import PRIMS, SCOPES, Prim, holds
 
 F32_TINY = 2.0**-149  # twice half the smallest subnormal step
 F32_LARGEST, F32_NORMAL = f32.largest, f32.normal
@@ -352,8 +352,6 @@ class _Reader:
     """The functions of optgen.lang on intervals; those that rise or fall with their operands as their rows say."""
 
     def __getattr__(self, name: str) -> Callable[..., Interval]:
-        if name in GATHERS:
-            return lambda x: x  # the columns of a tensor of rows and columns are made of one dimension
         if name.split("_")[0] in SCOPES:
             return _reduction(name)
         row = PRIMS.get(name)

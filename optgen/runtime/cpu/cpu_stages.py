@@ -1,8 +1,8 @@
 """Steps of several stages on CPU tensors: their table and their workspace.
 
 A row of the table (optgen/runtime/cpu/cpp/stages.h): addresses of p, g, the fields, the temps, the partial results of
-sweeps; address of the dense copy or 0; address of what columns are made of or 0 (Workspace.axes); matrices, rows,
-columns of the last two dimensions; numel, columns, stream key; where it lies in the logical tensor (layout.Place).
+sweeps; address of the dense copy or 0; matrices, rows, columns of the last two dimensions; numel,
+columns, stream key; where it lies in the logical tensor (layout.Place).
 """
 
 from __future__ import annotations
@@ -44,19 +44,17 @@ def table(
     streams: Sequence[int],
     columns: Sequence[Sequence[int]],
     places: Sequence[layout.Place] | None = None,
-    dims: workspace.Dims = None,
     old: TensorTable | None = None,
     pool: workspace.Pool | None = None,
 ) -> TensorTable:
     """Return the table of a bucket's tensors; those whose logical tensors have no elements are left out.
 
     columns   addresses of p, g and the fields, for each tensor
-    dims      what columns are made of, for each tensor
     old       a table for the same shapes: its room is used again, because nothing in it outlives a step
     """
-    room = old.room if old is not None and isinstance(old.room, Workspace) else make(variant, shapes, dims, pool)
+    room = old.room if old is not None and isinstance(old.room, Workspace) else make(variant, shapes, pool)
     out, elements = array("q"), 0
-    columns = [*columns, *room.columns, room.axes or [0] * len(shapes)]
+    columns = [*columns, *room.columns]
     places = places or [layout.place(shape) for shape in shapes]
     for *addresses, shape, stream, place in zip(*columns, shapes, streams, places, strict=True):
         if place.numel:
@@ -66,14 +64,12 @@ def table(
     return TensorTable(out, len(columns) + 12, elements, room)
 
 
-def make(
-    variant: Variant, shapes: Sequence[torch.Size], dims: workspace.Dims, pool: workspace.Pool | None
-) -> Workspace:
+def make(variant: Variant, shapes: Sequence[torch.Size], pool: workspace.Pool | None) -> Workspace:
     """Make the workspace of a bucket: temps, partial results, and dense copies where they are needed.
 
     Its last column holds the addresses of the dense copies, 0 where there is none.
     """
-    few = workspace.make(variant, shapes, torch.device("cpu"), dims, pool)
+    few = workspace.make(variant, shapes, torch.device("cpu"), pool)
     copies = [dense_copies(variant, shape) * math.prod(shape) for shape in shapes]
     dense = torch.empty(sum(copies) + len(copies) * 16, dtype=torch.float32, device="cpu")
     at, addresses = -(-dense.data_ptr() // 64) * 64, []

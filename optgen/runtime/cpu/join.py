@@ -89,7 +89,7 @@ def _encoding(eager: Eager, owner: str, written: bool) -> str:
 
 _KINDS = {
     "elem": "ELEMENT", "row": "ROW", "col": "COLUMN", "mat": "MATRIX", "tensor": "WHOLE", "model": "WHOLE",
-    "axis": "AXIS", **dict.fromkeys(MATRICES, "WHOLE"),
+    **dict.fromkeys(MATRICES, "WHOLE"),
 }  # fmt: skip
 _REDUCTIONS = {"": "NONE", "sum": "TOTAL", "max": "LARGEST"}
 _EXTENTS = ("rows", "columns", "elements")

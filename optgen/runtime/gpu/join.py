@@ -120,8 +120,7 @@ class Frame:
         numel = first + len(numbers)
         matrices, width = -1, numel + 6
         if variant.stages:
-            matrices = numel + variant.has_axes
-            numel = matrices + 3
+            matrices, numel = numel, numel + 3
             of_panels = [len(s.sums) for s in variant.stages if s.space == "elem" and s.matrices]
             width = numel + 9 + max(of_panels, default=0)
         columns = {name: i for i, name in enumerate(variant.columns)}
@@ -293,9 +292,6 @@ def _terms(frame: Frame, temps: Mapping[str, Temp], stage: Stage, *spaces: tuple
 
 
 _ONE = ("tensor", "model")
-_GATHERED = {("col", "axis"): "axis_min", ("axis", "col"): "axis_max"}
-"""Space of a round, space of a value that it reads -> how it gathers it."""
-
 
 def _round(variant: Variant, frame: Frame, stage: Stage) -> Round:
     assert variant.rule is not None
@@ -309,7 +305,7 @@ def _round(variant: Variant, frame: Frame, stage: Stage) -> Round:
         of = spaces[name]
         if stage.space in _ONE or of == stage.space:
             return ""
-        return "one" if of in _ONE else _GATHERED.get((stage.space, of), of)
+        return "one" if of in _ONE else of
 
     sums: list[tuple[bool, tuple[int, ...], tuple[int, ...]]] = []
     for reduction, names in stage.sums:

@@ -473,58 +473,6 @@ def down(total, x, MAX: tl.constexpr = False):
     return total
 
 
-@triton.jit
-def axis_min(values, at, live, axes, columns):
-    """Return, for each of the columns `at`, the smallest of the values of the indices that it is made of.
-
-    axes  int64: how many dimensions, their sum, each; `values` has one number for each index of each
-    """
-    out = tl.full(at.shape, float("inf"), tl.float32)
-    values += at // columns * tl.load(axes + 1)
-    behind = columns
-    for k in range(tl.load(axes)):
-        size = tl.load(axes + 2 + k)
-        behind = behind // size
-        one = get(values, at % columns // behind % size, live, True)
-        out = tl.minimum(out, one, propagate_nan=tl.PropagateNan.ALL)
-        values += size
-    return out
-
-
-@triton.jit
-def axis_max(values, at, live, axes, columns, LANES: tl.constexpr = 64):
-    """Return, for each of the indices `at` of columns' dimensions, the largest of the values of columns that have it.
-
-    axes  as in axis_min
-    """
-    indices = tl.load(axes + 1)
-    values += at // indices * columns
-    index = at % indices
-    # Of each index: its number in its dimension, the size of that, the columns that share all indices up to it.
-    number = index
-    size = tl.zeros(at.shape, tl.int64) + tl.load(axes + 2)
-    pace = tl.zeros(at.shape, tl.int64) + columns
-    behind = columns
-    before = tl.load(axes) * 0
-    for k in range(tl.load(axes)):
-        one = tl.load(axes + 2 + k)
-        mine = index >= before
-        number = tl.where(mine, index - before, number)
-        size = tl.where(mine, one, size)
-        pace = tl.where(mine, behind, pace)
-        behind = behind // one
-        before += one
-    inner = pace // size
-    count = columns // size
-    out = tl.full(at.shape, float("-inf"), tl.float32)
-    for start in range(0, tl.max(tl.where(live, count, 0), 0), LANES):
-        lane = start + tl.arange(0, LANES)[None, :]
-        which = lane // inner[:, None] * pace[:, None] + number[:, None] * inner[:, None] + lane % inner[:, None]
-        there = live[:, None] & (lane < count[:, None])
-        out = larger(out, fold(tl.load(values[:, None] + which, mask=there, other=float("-inf")), True))
-    return out + 0.0
-
-
 DEEP = tl.constexpr(32)
 """Partial results that a thread of `finish` loads together."""
 

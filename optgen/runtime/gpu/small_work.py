@@ -15,26 +15,23 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.prelude import axis_max, axis_min, down, fold, get, missing, pointer, put, term
+from optgen.runtime.gpu.prelude import down, fold, get, missing, pointer, put, term
 
 ENTRIES = tl.constexpr(2048)
 """Entries that a program takes at a time: 8 for each thread of eight warps."""
-
-INDICES = tl.constexpr(32)
-"""Indices of dimensions that a program takes at a time: of each it looks at as many columns together."""
 
 
 @dataclass(frozen=True)
 class Round:
     """The work of one space.
 
-    space     "row", "col", "axis", "mat", or "one": a value of the tensor or of the model
+    space     "row", "col", "mat", or "one": a value of the tensor or of the model
     reads     (entry, kind) of each value that its function takes: kind "" is one of its own space, "mat" one of the
-              matrix, "one" one of the tensor; "axis_min" and "axis_max" gather
+              matrix, "one" one of the tensor
     stores    entries of what its function returns first, in order
     sums      (maximum, entries of sums over a matrix, entries of sums over the tensor) of each term that follows
     extents   entries of sizes of the logical tensor
-    matrices  the entry that is the number of matrices; their rows and columns follow, dimensions of columns are before
+    matrices  the entry that is the number of matrices; their rows and columns follow
     values    its function; None where the kernel names it
     strict    sums are in the order that every backend has
     """
@@ -93,10 +90,6 @@ def _some(
             x = tl.load(of)
         elif ROUND.reads[i][1] == "mat":
             x = get(of, at_mat, live, True)
-        elif ROUND.reads[i][1] == "axis_min":
-            x = axis_min(of, at, live, _axes(row, ROUND), tl.load(row + (ROUND.matrices + 2)))
-        elif ROUND.reads[i][1] == "axis_max":
-            x = axis_max(of, at, live, _axes(row, ROUND), tl.load(row + (ROUND.matrices + 2)))
         else:
             x = get(of, at, live, True)
         given = given + (x,)
@@ -116,12 +109,6 @@ def _some(
     for i in tl.static_range(len(ROUND.sums)):
         terms = terms + (term(made[len(ROUND.stores) + i], at, live, True, ROUND.sums[i][0]),)
     return terms
-
-
-@triton.jit
-def _axes(row, ROUND: tl.constexpr):
-    """The address of what columns are made of."""
-    return tl.load(row + (ROUND.matrices - 1)).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
@@ -169,8 +156,6 @@ def _size(row, ROUND: tl.constexpr):
         out = tl.load(row + (ROUND.matrices + 1))
     elif ROUND.space == "col":
         out = tl.load(row + (ROUND.matrices + 2))
-    elif ROUND.space == "axis":
-        out = tl.load(_axes(row, ROUND) + 1)
     else:
         out = tl.full([], 1, tl.int64)
     return out
@@ -242,7 +227,6 @@ def _round(row, first, end, scalars, values: tl.constexpr, ROUND: tl.constexpr, 
         if ROUND.space == "one":
             _some(row, 0, True, 0, scalars, values, ROUND, True)
         else:
-            TOGETHER: tl.constexpr = INDICES if ROUND.space == "axis" else ENTRIES
-            for start in range(first * size, end * size, TOGETHER):
-                at = start + tl.arange(0, TOGETHER)
+            for start in range(first * size, end * size, ENTRIES):
+                at = start + tl.arange(0, ENTRIES)
                 _some(row, at, at < end * size, at // size, scalars, values, ROUND, True)

@@ -70,12 +70,11 @@ class Live:
     streams: list[int]
     columns: list[list[int]]
     places: list[layout.Place]
-    dims: workspace.Dims
     own: list[bool]
 
     @classmethod
     def of(cls, now: Now) -> Live:
-        shapes, streams, columns, places, dims = now
+        shapes, streams, columns, places = now
         places = places or [layout.place(shape) for shape in shapes]
         live = [i for i, place in enumerate(places) if place.numel]
 
@@ -84,7 +83,7 @@ class Live:
 
         columns = [some(column) for column in columns]
         own = [all(column[k] % 16 == 0 for column in columns) for k in range(len(live))]
-        return cls(live, some(shapes), some(streams), columns, some(places), dims and some(dims), own)
+        return cls(live, some(shapes), some(streams), columns, some(places), own)
 
     def table(self, room: workspace.Workspace, dense: list[list[int]], staged: bool) -> Tensor:
         """Return the table on the host, with the addresses of dense operands."""
@@ -112,7 +111,7 @@ class Launches:
     kept: list[Tensor] = field(default_factory=list)
 
 
-Now = tuple[list[torch.Size], list[int], list[list[int]], workspace.Places, workspace.Dims]
+Now = tuple[list[torch.Size], list[int], list[list[int]], workspace.Places]
 
 Limits = Callable[[str], dict[str, int]]
 """Kernel -> what else the compiler is told of it."""
@@ -121,7 +120,7 @@ Limits = Callable[[str], dict[str, int]]
 def build(
     bucket: Bucket, kernels: ModuleType, grad: Any, now: Now, old: Launches | None, limits: Limits
 ) -> Launches:
-    """The launches for tensors of these shapes, stream keys, columns of addresses, places and dimensions of columns.
+    """The launches for tensors of these shapes, stream keys, columns of addresses and places.
 
     grad   Triton's dtype of the gradients
     old    the launches of the step before
@@ -131,7 +130,7 @@ def build(
         # Only addresses are new.  Earlier launches may still read the old table, so it is another one.
         host = live.table(old.room, old.dense, staged)
         return replace(moved(old, sent(host, device)), live=live, host=host)
-    room = workspace.make(bucket.variant, live.shapes, device, live.dims, bucket.pool)
+    room = workspace.make(bucket.variant, live.shapes, device, bucket.pool)
     room = replace(room, numbers=workspace.numbers(kernels, bucket.variant, device))
     maker = _Maker(bucket, kernels, grad, live, room, limits)
     host = live.table(room, maker.dense, staged)

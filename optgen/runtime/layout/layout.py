@@ -59,8 +59,6 @@ def place(shape: torch.Size) -> Place:
 
 def field_shape(field: Field, shape: torch.Size) -> tuple[int, ...]:
     """Shape of a field's tensor for a parameter of that shape."""
-    if field.space == "axis":
-        return (*matrix_shape(field.matrix, shape)[:-2], 1, sum(column_dims(field.matrix, shape)))
     if field.space != "elem":
         found = small_shape(field.space, matrix_shape(field.matrix, shape), field.rank)
         return _part_shape(field.part, found) if field.part else found
@@ -101,21 +99,6 @@ def matrix_shape(matrix: Matrix, shape: torch.Size) -> torch.Size:
     if rows % height:
         raise ValueError(f"{rows} rows are no whole number of blocks of {height}")
     return torch.Size((rows // height, *((height, columns) if isinstance(matrix, Heads) else (height * columns,))))
-
-
-@functools.lru_cache(maxsize=65536)
-def column_dims(matrix: Matrix, shape: torch.Size) -> tuple[int, ...]:
-    """The dimensions that the columns of a parameter of that shape are made of, without those of one index; columns are
-    numbered along them from left to right.
-
-    matrix  as in `matrix_shape`
-    """
-    if len(shape) < 2:
-        raise ValueError(f"a tensor of shape {list(shape)} has no rows and columns")
-    matrix = by_shape(shape) if matrix == "heads" else matrix
-    stacked = isinstance(matrix, Heads) and matrix.stacked
-    dims = shape[-1:] if matrix == "last" or stacked else (matrix, *shape[1:]) if isinstance(matrix, int) else shape[1:]
-    return tuple(size for size in dims if size != 1) or (1,)
 
 
 def value_shape(space: str, shape: torch.Size, matrix: Matrix = "last", rank: int = 0) -> tuple[int, ...]:
@@ -176,12 +159,10 @@ class _Part:
     """The part of a tensor that a variant's functions encode or decode at a time.
 
     piece   None: all of it, because statistics of the whole tensor are stored
-    dims    arguments of those functions about columns
     """
 
     def __init__(self, variant: Variant, shape: torch.Size, piece: Piece | None) -> None:
         self.seen, self.piece = matrix_shape(variant.matrix, shape), piece
-        self.dims = {"dims": column_dims(variant.matrix, shape)} if variant.has_axes else {}
 
     def of(self, t: Tensor, field: Field | None = None) -> Tensor:
         """Return the view of a tensor of the parameter's shape, or of a field's tensor."""
@@ -194,7 +175,7 @@ class _Part:
     ) -> Mapping[str, Tensor]:
         """Return the values that a variant's decoder gives; fields may be in host memory."""
         stored = [self.of(state[f.name], f).to(p.device).contiguous() for f in variant.fields if f.wide]
-        return function(self.of(p).contiguous(), *stored, **self.dims)
+        return function(self.of(p).contiguous(), *stored)
 
 
 def _parts(variant: Variant, shape: torch.Size) -> Iterator[_Part]:
@@ -257,7 +238,7 @@ def _write_elements(
             out[f.name].zero_()
     function = plans.storage(plan, variant).encode
     for part in _parts(variant, weight.shape):
-        made = function({name: part.of(x).to(torch.float32).contiguous() for name, x in dense.items()}, **part.dims)
+        made = function({name: part.of(x).to(torch.float32).contiguous() for name, x in dense.items()})
         for f in fields:
             written = part.of(out[f.name], f)
             written.copy_(made[f.name].reshape(written.shape))

@@ -183,8 +183,7 @@ def _refuse_dimensions(variant: Variant, of: Layout, in_blocks: bool) -> None:
         refused |= variant.stochastic and variant.sums_by_matrix
     elif variant.needs_matrix:
         uneven = of.shape[1] % sharding.ranks_along(of.mesh_shape, of.cuts, 1) != 0
-        axes = variant.has_axes and len(layout.column_dims("first", of.shape)) > 1
-        refused |= bool(dims - {0, 1}) or uneven or axes
+        refused |= bool(dims - {0, 1}) or uneven
     if refused:
         raise ValueError(
             f"it is cut along dimension {max(dims)} of {len(of.shape)}, so that ranks hold no stretch of the rows or "

@@ -161,7 +161,6 @@ _DIMS: Mapping[str, frozenset[str]] = {
     "elem": frozenset({"lead", "row", "col"}),
     "row": frozenset({"lead", "row"}),
     "col": frozenset({"lead", "col"}),
-    "axis": frozenset({"lead", "col"}),
     "mat": frozenset({"lead"}),
     "tensor": frozenset(),
     "model": frozenset(),

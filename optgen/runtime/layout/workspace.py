@@ -8,7 +8,6 @@ of rows and column, or per segment of the tensor.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +35,7 @@ def entries(space: str, shape: torch.Size, wide: bool = False) -> int:
     if space == "elem":
         return math.prod(shape) if wide else -(-math.prod(shape) // 2)
     count, rows, columns = matrices(shape)
-    # Dimensions of two indices or more have no more of these in all than columns that they make.
-    few = {"row": count * rows, "col": count * columns, "axis": count * columns, "mat": count, "tensor": 1, "model": 1}
+    few = {"row": count * rows, "col": count * columns, "mat": count, "tensor": 1, "model": 1}
     return few[space]
 
 
@@ -126,8 +124,6 @@ class Workspace:
     columns   an address for each tensor, a list for each temp and then for each that a sweep reduces
     offsets   the same as positions in `memory`: [[0, 64], [128, 144]]
     dense     further memory that `columns` point into
-    axes      for each tensor an address in `dims`; () where the dimensions of columns do not matter
-    dims      for each tensor how many dimensions its columns have, their sum, and each, int64: 3, 17, 5, 3, 9
     numbers   tables of numbers that kernels look things up in
     """
 
@@ -135,17 +131,11 @@ class Workspace:
     columns: list[list[int]]
     offsets: list[list[int]]
     dense: Tensor | None = None
-    axes: tuple[int, ...] = ()
-    dims: Tensor | None = None
     numbers: tuple[Tensor, ...] = ()
 
 
-Dims = Sequence[tuple[int, ...]] | None
-"""`layout.column_dims` of each tensor; None where they do not matter."""
-
-
 def make(
-    variant: Variant, shapes: Sequence[torch.Size], device: torch.device, dims: Dims = None, pool: Pool | None = None
+    variant: Variant, shapes: Sequence[torch.Size], device: torch.device, pool: Pool | None = None
 ) -> Workspace:
     """Room on a device; pool: where to take it from."""
     unit = ALIGNMENT // 4
@@ -164,16 +154,7 @@ def make(
     shift = (first - memory.data_ptr()) // 4
     columns = [[first + 4 * offset for offset in column] for column in offsets]
     offsets = [[offset + shift for offset in column] for column in offsets]
-    axes, of_columns = ((), None) if dims is None else _axes(dims, device)
-    return Workspace(memory, columns, offsets, None, axes, of_columns)
-
-
-def _axes(dims: Sequence[tuple[int, ...]], device: torch.device) -> tuple[tuple[int, ...], Tensor]:
-    """Return `Workspace.axes` and `Workspace.dims`."""
-    lines = [(len(sizes), sum(sizes), *sizes) for sizes in dims]
-    table = sent(torch.tensor(list(itertools.chain(*lines)), dtype=torch.int64, device="cpu"), device)
-    starts = itertools.accumulate(map(len, lines[:-1]), initial=0)
-    return tuple(table.data_ptr() + 8 * start for start in starts), table
+    return Workspace(memory, columns, offsets)
 
 
 Places = Sequence[layout.Place] | None
@@ -185,14 +166,14 @@ def rows(
     places: Places, staged: bool,
 ) -> list[list[int]]:  # fmt: skip
     """Return a kernel's table, a row per tensor: addresses (`columns`: p, g, the fields; the temps and partials of a
-    workspace, its tables of numbers; where that matters, of what columns are made of); numel, columns, stream key; then
-    where it lies in the logical tensor: row and column of its first element, columns of that (layout.Place).
+    workspace, its tables of numbers); numel, columns, stream key; then where it lies in the
+    logical tensor: row and column of its first element, columns of that (layout.Place).
 
     staged   of a step of several stages: the number of matrices, their rows and columns stand before numel; at the end,
              rows and columns of the matrices of the logical tensor, and its numel
     """
     tables = [[table.data_ptr()] * len(shapes) for table in room.numbers]
-    addresses = [*columns, *room.columns, *tables, *([room.axes] if room.axes else [])]
+    addresses = [*columns, *room.columns, *tables]
     out = []
     for *line, shape, stream, place in zip(
         *addresses, shapes, streams, places or map(layout.place, shapes), strict=True

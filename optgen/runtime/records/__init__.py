@@ -278,8 +278,7 @@ class Field:
     width   bits of a packed code, which are the bytes of eight: byte j holds those of neighbours, the first in its
             lowest bits; 1 of all else
     space   "elem", or where there are few values: "row" (..., rows, 1), "col" (..., 1, columns), "mat" (..., 1, 1) of
-            the last two dimensions, "tensor" (); "axis" (..., 1, layout.column_dims in all): one for each index of each
-            dimension that columns are made of
+            the last two dimensions, "tensor" ()
     matrix  the two dimensions that these are (layout.matrix_shape)
     shared  True for a part of a state with a value for each element that has fewer entries
     nonneg  True if none of its floats is negative; of a state's first field: if no value of the state is
@@ -597,11 +596,6 @@ class Variant:
     def left_per_element(self) -> int:
         """The bytes that the stages of a step leave for one another of each element."""
         return sum(4 if t.wide else 2 for t in self.temps if t.space == "elem")
-
-    @cached_property
-    def has_axes(self) -> bool:
-        """True if it keeps anything per index of the dimensions that columns are made of."""
-        return any(f.space == "axis" for f in self.fields)
 
     @cached_property
     def of_whole(self) -> bool:

@@ -6,9 +6,7 @@ run along the columns of a row and never across rows; the last block of a row ma
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -135,29 +133,6 @@ def few_sum(x: Tensor, space: str) -> Tensor:
 def few_max(x: Tensor, space: str) -> Tensor:
     """The largest of few values, likewise; NaN where any is."""
     return (x + 0.0).amax() if space == "tensor" else (x + 0.0).amax((-2, -1), keepdim=True)
-
-
-def axis_max(x: Tensor, dims: Sequence[int] | None) -> Tensor:
-    """Return, for each index of each dimension that columns are made of, the largest of the values of columns that have
-    it: (..., 1, columns) -> (..., 1, sum of dims); NaN where any is.  None: columns are one dimension."""
-    if dims is None or len(dims) < 2:
-        return x
-    x = x.reshape(*x.shape[:-1], *dims)
-    own = range(-len(dims), 0)
-    return torch.cat([x.amax([d for d in own if d != k]) for k in own], -1)
-
-
-def axis_min(x: Tensor, dims: Sequence[int] | None) -> Tensor:
-    """Goes back from (..., 1, sum of dims) to (..., 1, columns): the smallest of what a column's indices have; NaN
-    where any is.  Never x itself."""
-    if dims is None or len(dims) < 2:
-        return x.clone()  # which may be overwritten before the copy is read
-    parts = [
-        part.reshape(*x.shape[:-1], *(size if k == j else 1 for j in range(len(dims))))
-        for k, (part, size) in enumerate(zip(torch.split(x, list(dims), -1), dims, strict=True))
-    ]
-    smallest: Tensor = functools.reduce(torch.minimum, parts)
-    return smallest.flatten(-len(dims))
 
 
 def choose(condition: Tensor, x: float, y: float) -> Tensor:

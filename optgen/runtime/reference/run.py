@@ -23,9 +23,6 @@ from optgen.runtime.reference.eager import Blocks
 ONE = ("tensor", "model")
 """Spaces of one value of a parameter."""
 
-GATHERS = {("col", "axis"): eager.axis_min, ("axis", "col"): eager.axis_max}
-"""Space of small work, space of a value that it reads -> how it gathers that."""
-
 
 @dataclass
 class Tensors:
@@ -34,7 +31,6 @@ class Tensors:
     fields  what is stored beside the weight, by name
     temps   what the stages leave for one another, by name: (..., rows, 1) of rows and so on
     place   where the parameter lies in the logical tensor that it is a part of; None: it is all of it
-    dims    the dimensions that columns are made of; None where that does not matter
     stream  the key of its random bits
     """
 
@@ -43,7 +39,6 @@ class Tensors:
     fields: Mapping[str, Tensor]
     temps: dict[str, Tensor] = field(default_factory=dict)
     place: tuple[int, int, int] | None = None
-    dims: Sequence[int] | None = None
     stream: int = 0
 
     def __getitem__(self, name: str) -> Tensor:
@@ -104,10 +99,7 @@ class EagerStep:
 
     def _small(self, stage: Stage, function: Any, x: Tensors, scalars: Sequence[Tensor]) -> None:
         """Run small work: a function of values of rows, columns, matrices or the parameter."""
-        b, given = Blocks(x.p, 1, x.place), []
-        for name in stage.reads:
-            gather = GATHERS.get((stage.space, self.variant.spaces[name]))
-            given.append(gather(x[name], x.dims) if gather else x[name])
+        b, given = Blocks(x.p, 1, x.place), [x[name] for name in stage.reads]
         if stage.kernel == COPY:
             made = given * (len(stage.stores) + len(stage.sums))
         else:
@@ -125,7 +117,7 @@ def few_shape(space: str, x: Tensors) -> tuple[int, ...]:
     """Return the shape of the values of a small space."""
     *batch, rows, columns = (1, 1, *x.p.shape)[-max(x.p.ndim, 2) :]
     of = {"row": (*batch, rows, 1), "col": (*batch, 1, columns), "mat": (*batch, 1, 1)}
-    return (*batch, 1, sum(x.dims or ())) if space == "axis" else of.get(space, ())
+    return of.get(space, ())
 
 
 def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -290,20 +282,20 @@ class ValueConversion(EagerStep):
         rule = Rule(({},), 0, lambda *_: (), stages=(stage,))
         return divided(replace(self.bare, temps=temps, rule=rule))
 
-    def decode(self, p: Tensor, *fields: Tensor, dims: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def decode(self, p: Tensor, *fields: Tensor) -> dict[str, Tensor]:
         """Return the weight "p" and the states: fp32, of p's shape.  fields: those of element-wise states, in order."""
         names = [f.name for f in self.variant.fields if f.wide]
-        x = Tensors(p, None, dict(zip(names, fields, strict=True)), dims=dims)
+        x = Tensors(p, None, dict(zip(names, fields, strict=True)))
         x.temps = room(self.temps.values(), x)
         self.run(0, len(self.stages), x, (), 0)
         return {o: x.temps[f"{o}_value"] for o in self.owners}
 
-    def encode(self, values: Mapping[str, Tensor], dims: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def encode(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the fields of fp32 values of one shape, "p" among them."""
         owners = [o for o in self.owners if o in values]
         e = EagerStep(self._of("encode", [f"{o}_value" for o in owners], owners), _TILES, self.module)
         p = torch.empty_like(values["p"], dtype=dtype_of(self.variant.param))
-        x = Tensors(p, None, {}, dims=dims)
+        x = Tensors(p, None, {})
         x.fields = {f.name: _field(f, x) for f in self.variant.fields if f.owner in owners}
         x.temps = room(e.temps.values(), x)
         x.temps |= {f"{o}_value": values[o] for o in owners}

@@ -70,14 +70,13 @@ def limits(kernels: ModuleType, function: str, major: int) -> dict[str, int]:
 
 
 class Signature(NamedTuple):
-    """The shapes, stream keys, addresses (p, g, the fields) and places of a bucket's tensors, and the dimensions that
-    their columns are made of: while it is equal, the tables hold."""
+    """The shapes, stream keys, addresses (p, g, the fields) and places of a bucket's tensors: while it is equal, the
+    tables hold."""
 
     shapes: list[torch.Size]
     streams: list[int]
     columns: list[list[int]]
     places: workspace.Places
-    dims: workspace.Dims
 
     @classmethod
     def of(cls, bucket: Bucket) -> Signature:
@@ -85,12 +84,10 @@ class Signature(NamedTuple):
         columns = [[p.data_ptr() for p in params], [g.data_ptr() for g in bucket.grads]]
         columns += [[s[name].data_ptr() for s in states] for name in bucket.variant.names]
         shapes = [p.shape for p in params]
-        matrix, dims = bucket.variant.matrix, None
-        if bucket.variant.has_axes:
-            dims = [layout.column_dims(matrix, shape) for shape in shapes]
+        matrix = bucket.variant.matrix
         if matrix != "last":
             shapes = [layout.matrix_shape(matrix, shape) for shape in shapes]
-        return cls(shapes, bucket.streams, columns, bucket.places, dims)
+        return cls(shapes, bucket.streams, columns, bucket.places)
 
     def with_gradients(self, addresses: list[int]) -> Signature:
         """Return the signature for gradients that lie elsewhere."""
@@ -154,8 +151,7 @@ class CppKernels(Kernels):
         super().__init__(bucket, now, stream, old)
         self.kernel = bucket.kernel
         if bucket.variant.stages:
-            alike = old is not None and (old.signature.shapes, old.signature.dims) == (now.shapes, now.dims)
-            before = old.table if old is not None and alike else None
+            before = old.table if old is not None and old.signature.shapes == now.shapes else None
             self.table = cpu_stages.table(bucket.variant, *now, before, bucket.pool)
             assert self.table.room is not None
             self.own_memory |= any(self.table.room.columns[-1])  # dense copies

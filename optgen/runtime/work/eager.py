@@ -23,9 +23,8 @@ def runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
     variant = bucket.variant
     step = plans.reference(bucket.plan, variant)
     shapes = [layout.matrix_shape(variant.matrix, p.shape) for p in bucket.params]
-    dims = [layout.column_dims(variant.matrix, p.shape) for p in bucket.params] if variant.has_axes else None
-    room = workspace.make(variant, shapes, bucket.device, dims, bucket.pool)
-    found = [_tensors(bucket, i, room, None if dims is None else dims[i]) for i in bucket.live]
+    room = workspace.make(variant, shapes, bucket.device, bucket.pool)
+    found = [_tensors(bucket, i, room) for i in bucket.live]
     numbers = on_device(bucket.params[0], *scalars) if scalars else ()
 
     def kernels(begin: int, end: int) -> None:
@@ -38,8 +37,8 @@ def runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
         kernels(0, 1)
 
 
-def _tensors(bucket: Bucket, i: int, room: Workspace, dims: tuple[int, ...] | None) -> Tensors:
-    """Return a parameter with its gradient, states and temps, seen as matrices; `dims`: of its columns."""
+def _tensors(bucket: Bucket, i: int, room: Workspace) -> Tensors:
+    """Return a parameter with its gradient, states and temps, seen as matrices."""
     variant, p = bucket.variant, bucket.params[i]
     shape = layout.matrix_shape(variant.matrix, p.shape)
     wide = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
@@ -49,7 +48,6 @@ def _tensors(bucket: Bucket, i: int, room: Workspace, dims: tuple[int, ...] | No
         bucket.grads[i].view(shape),
         {name: t.view(shape) if name in wide else t for name, t in fields.items()},
         place=None if bucket.places is None else bucket.places[i][:3],
-        dims=dims,
         stream=bucket.streams[i],
     )
     x.temps = {t.name: _view(room, t, column[i], x) for t, column in zip(variant.temps, room.offsets, strict=False)}

@@ -43,8 +43,7 @@ class Stretch:
 # Spaces whose values a stage may read.
 _SEEN = {
     "row": {"row", "mat", "tensor", "model"},
-    "col": {"col", "axis", "mat", "tensor", "model"},
-    "axis": {"axis", "col", "mat", "tensor", "model"},
+    "col": {"col", "mat", "tensor", "model"},
     "mat": {"mat", "tensor", "model"},
     "tensor": {"tensor", "model"},
     "model": {"tensor", "model"},

@@ -363,7 +363,7 @@ template <class Kernel> struct Words {
 // -- the walk
 
 // The unit that a column has one entry for: an element, a block; a row's columns; eight packed codes.
-enum Kind : int32_t { ELEMENT, BLOCK_OF, ROW, COLUMN, MATRIX, WHOLE, EIGHTH, AXIS };
+enum Kind : int32_t { ELEMENT, BLOCK_OF, ROW, COLUMN, MATRIX, WHOLE, EIGHTH };
 
 struct Column {
     int bytes;  // per entry

@@ -15,7 +15,7 @@ constexpr int FEW = 1024;       // entries of few values that are worked on at a
 constexpr int MOST = 256;       // places of a stage: each state of a rule has up to five
 constexpr int RUN = 8;          // panels of columns that one thread sums side by side
 constexpr int MARGIN = 128;     // bytes before and behind a tile in a thread's room
-constexpr int SIZES = 14;       // of a table row, behind its addresses
+constexpr int SIZES = 13;       // of a table row, behind its addresses
 constexpr int TOGETHER = 256;   // results that one thread finishes at a time
 constexpr int BLOCKS_OF_TILE = 16;
 
@@ -83,7 +83,6 @@ inline float *lane_room(const Stage &s, char *room, int place) {
 struct Shape {
     const int64_t *at;
     int64_t dense;  // address of fp32 room of the tensor's shape for each reduction of a sweep; or 0
-    const int64_t *axes;  // how many dimensions columns are made of, the sum of these, each; or null
     int64_t matrices, rows, columns;
     int64_t numel, grid_columns;
     int32_t stream_key;
@@ -108,8 +107,8 @@ struct Table {
 
     Shape operator[](int64_t k) const {
         const int64_t *row = rows + k * (addresses + SIZES), *n = row + addresses;
-        return {row,  n[0], (const int64_t *)n[1], n[2], n[3], n[4], n[5], n[6], (int32_t)n[7], n[8], n[9], n[10],
-                {(float)n[11], (float)n[12], (float)n[13]}};
+        return {row,  n[0], n[1], n[2], n[3], n[4], n[5], (int32_t)n[6], n[7], n[8], n[9],
+                {(float)n[10], (float)n[11], (float)n[12]}};
     }
 };
 
@@ -699,7 +698,6 @@ OPTGEN_ONCE float in_lanes(Reduction r, const float *x, int64_t n) {
 inline int64_t entries(Kind kind, const Shape &t) {
     return kind == ROW      ? t.matrices * t.rows
            : kind == COLUMN ? t.matrices * t.columns
-           : kind == AXIS   ? t.matrices * t.axes[1]
            : kind == MATRIX ? t.matrices
                             : 1;
 }
@@ -787,52 +785,6 @@ OPTGEN_ONCE void reduce_few(const Place &p, const Shape &t, float *lanes, const 
     }
 }
 
-// Where columns are made of several dimensions, there is one matrix.
-
-// The largest value of the columns of each of n indices of these dimensions, from `index` on.
-OPTGEN_ONCE void largest_of_columns(const Shape &t, const float *columns, float *to, int64_t index, int64_t n) {
-    const int64_t *size = t.axes + 2;
-    if (t.axes[0] == 1) {
-        memcpy(to, columns + index, (size_t)n * 4);
-        return;
-    }
-    int64_t behind = t.columns / *size;  // columns that have one index of all dimensions up to this one
-    for (int64_t i = 0; i < n; i++, index++) {
-        while (index >= *size) {
-            index -= *size++;
-            behind /= *size;
-        }
-        float most = Most::start;
-        for (int64_t from = index * behind; from < t.columns; from += *size * behind)
-            for (int64_t j = 0; j < behind; j++)
-                most = Most::two(most, columns[from + j]);
-        to[i] = most;
-    }
-}
-
-// The smallest value of the indices of each of n columns, from `column` on.
-OPTGEN_ONCE void smallest_of_indices(const Shape &t, const float *indices, float *to, int64_t column, int64_t n) {
-    if (t.axes[0] == 1) {
-        memcpy(to, indices + column, (size_t)n * 4);
-        return;
-    }
-    int64_t behind = t.columns;
-    for (int64_t k = 0; k < t.axes[0]; k++) {
-        const int64_t size = t.axes[2 + k];
-        behind /= size;
-        int64_t index = column / behind % size, at = column % behind;
-        for (int64_t i = 0; i < n; i++) {
-            const float x = indices[index];
-            to[i] = k == 0 || x != x || x < to[i] ? x : to[i];  // a NaN stays: nothing is less than it
-            if (++at == behind) {
-                at = 0;
-                index = index + 1 == size ? 0 : index + 1;
-            }
-        }
-        indices += size;
-    }
-}
-
 // All entries of a tensor, a stretch at a time.
 OPTGEN_ONCE void work_on_few(const Stage &s, const Shape &t, char *room, const Known &known) {
     const int64_t all = entries(s.space, t);
@@ -841,7 +793,7 @@ OPTGEN_ONCE void work_on_few(const Stage &s, const Shape &t, char *room, const K
         if (p.reduction != NONE)
             fill((float *)t.at[p.column], entries(p.kind, t), done(p.reduction, first_of(p.reduction)));
     }
-    const int64_t of_matrix = s.space == ROW ? t.rows : s.space == COLUMN ? t.columns : s.space == AXIS ? t.axes[1] : 1;
+    const int64_t of_matrix = s.space == ROW ? t.rows : s.space == COLUMN ? t.columns : 1;
     for (int64_t from = 0; from < all; from += s.size) {
         const int64_t n = least(s.size, all - from), matrix = from / of_matrix;
         const bool whole = n % W == 0, single = (from + n - 1) / of_matrix == matrix;
@@ -859,10 +811,6 @@ OPTGEN_ONCE void work_on_few(const Stage &s, const Shape &t, char *room, const K
                     fill(inside + n, W, 0.0f);
                     at[c] = (char *)inside;
                 }
-            } else if (p.kind == AXIS || p.kind == COLUMN) {
-                (p.kind == AXIS ? smallest_of_indices : largest_of_columns)(t, (const float *)at[c], inside, from, n);
-                fill(inside + n, W, 0.0f);
-                at[c] = (char *)inside;
             } else if (p.kind == MATRIX) {
                 const float *values = (const float *)at[c];
                 if (single)
