@@ -228,7 +228,6 @@ def test_one_gradient_over_another_mesh_is_refused_on_the_short_way_too() -> Non
     [
         ("AdamW", "int8_split24", (4, 24, 32), 2, True),  # blocks
         ("AdamW", "bf16_sr", (4, 5, 6), 2, True),  # random bits
-        ("AdamW", "lpmm4", (64, 32, 4), 1, True),  # scales of rows and columns
         ("NorMuon", "fp32", (4, 8, 6, 6), 2, True),  # rows of a matrix
         ("AdamW", "fp32", (4, 5, 6), 2, False),
         ("AdamW", "fp32_master", (4, 5, 6, 2), 3, False),
