@@ -47,21 +47,11 @@ def test_an_assembler_that_fuses_in_strict_maths_is_warned_of(
     assert ["update Triton" in str(w.message) for w in found] == [True] * warned
 
 
-def emulate(compiling: dict[str, str], *items: str, **more: str) -> None:
-    """Run tests in a process whose compiled kernels are emulated."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *items]
-    env = {**compiling, "OPTGEN_EMULATE": "90", "OPTGEN_ASSEMBLED": "8", **more}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-
-
 @pytest.mark.long
 def test_compiled_kernels_are_right_in_the_emulator(compiling: dict[str, str]) -> None:
+    pytest.importorskip("triton")
     drawn = random.Random(os.environ["OPTGEN_SAMPLE_SEED"]).sample(OF_ONE_SWEEP, 8)
-    emulate(compiling, *drawn, *EMULATED, "-m", "not slow", OPTGEN_RACES="1", TRITON_CACHE_DIR=CACHE)
-
-
-@pytest.mark.slow
-def test_fast_kernels_flush_nothing_exact(compiling: dict[str, str], tmp_path: Path) -> None:
-    emulate(compiling, EMULATED[3], "-m", "slow", TRITON_CACHE_DIR=str(tmp_path))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow"]
+    env = {**compiling, "OPTGEN_EMULATE": "90", "OPTGEN_RACES": "1", "OPTGEN_ASSEMBLED": "8", "TRITON_CACHE_DIR": CACHE}
+    done = subprocess.run([*command, *drawn, *EMULATED], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -297,22 +297,13 @@ class Stats:
     loads: dict[int, int] = field(default_factory=dict)
     """Loads from memory by width in bits."""
     stores: dict[int, int] = field(default_factory=dict)
-    opcodes: dict[str, int] = field(default_factory=dict)
     registers: int = 0
     shared: int = 0
     stack: int = 0
-    outside: int = 0
-    """Instructions outside the main loop (prologue, tail, slow paths)."""
     bytes: float = 0.0
     """Bytes that a sweep loads and stores per element, by its schedule; 0 for other kernels."""
     cost: roofline.Cost | None = None
     """The cost of a sweep as it is launched, on targets whose rates are known."""
-
-    def busiest(self, card: str) -> tuple[str, float]:
-        """The pipe that a sweep keeps busy for the largest share of its memory's time, and that share."""
-        assert self.cost is not None
-        shares = self.cost.busy(roofline.CARDS[card], self.bytes)
-        return max(shares.items(), key=lambda x: x[1])
 
     def __str__(self) -> str:
         each = " ".join(
@@ -320,9 +311,9 @@ class Stats:
             for name, count in sorted(self.classes.items(), key=lambda item: -item[1])
         )
         return (
-            f"{self.name} {self.target}: {self.per_element:.1f}/elem ({each})"
+            f"{self.target}: {self.per_element:.1f}/elem ({each})"
             f" loads={_widths(self.loads)} stores={_widths(self.stores)}"
-            f" regs={self.registers} shared={self.shared} stack={self.stack} outside={self.outside}"
+            f" regs={self.registers} shared={self.shared} stack={self.stack}"
         )
 
 
@@ -367,11 +358,9 @@ def analyse(
         classes=dict(classes),
         loads=dict(widths["load"]),
         stores=dict(widths["store"]),
-        opcodes=dict(Counter(instruction.opcode for instruction in loop).most_common()),
         registers=compiled.registers,
         shared=compiled.shared,
         stack=compiled.stack,
-        outside=len([i for i in code.instructions if i.opcode != "NOP"]) - len(loop),
     )
 
 
@@ -479,19 +468,6 @@ def moved(sweep: Any) -> tuple[float, float]:
     return (bits + sum(map(size, stored))) / 8, bits + 32 * sum(sweep.kind(i) == "col" for i in loaded)
 
 
-def generated() -> Iterable[Job]:
-    """The kernels of the ready-made rules: AdamW's under all plans, those of others under the usual ones."""
-    from optgen import optim
-    from optgen.driver.project import DEFAULT_PLANS
-    from optgen.runtime.gpu import compiled
-    from optgen.runtime.layout import plans
-
-    for cls in (getattr(optim, name) for name in dir(optim)):
-        for plan in cls.PLANS if cls.SPEC == "adamw" else DEFAULT_PLANS:
-            pair = plans.load(cls, plan)
-            yield from of_variants(f"{cls.SPEC}.{plan}", pair, compiled.kernels(pair))
-
-
 def of_variants(name: str, pair: Any, kernels: Any, only: Collection[str] | None = None) -> Iterable[Job]:
     """The kernels of a pair; `only`: of these variants."""
     for v in pair.variants:
@@ -550,14 +526,6 @@ def of_one_sweep(spec_name: str, plan_name: str, param: str) -> Iterable[Job]:
     _, module = triton_text.joined(spec, plan, "fast", _module)
     name = f"{spec_name}.{plan_name}" + (f".{param}" if param == "float16" else "")
     yield from jobs_of(name, module, targets.case_name(spec, case_of(spec_name, plan_name, param)), param)
-
-
-# Steps of several sweeps, whose tests ask for no spills.
-STAGED: Sequence[tuple[str, str, str]] = (
-    ("came", "int8_split24", "bfloat16"),
-    ("lamb", "int8_split24", "bfloat16"),
-    ("adamw", "lpmm4", "bfloat16"),
-)
 
 
 def of_several_sweeps(spec_name: str, plan_name: str, param: str) -> Iterable[Job]:
@@ -636,25 +604,8 @@ def sweeps(names: Sequence[str] = ()) -> Iterable[Job]:
         param = "float32" if plan_name == "fp32" else "bfloat16"
         several = in_stages(spec_name, plan_name, param)
         for job in (of_several_sweeps if several else of_one_sweep)(spec_name, plan_name, param):
-            if job.bytes and roofline.TARGET in job.targets:
+            if job.bytes:
                 yield job
-
-
-def staged() -> Iterable[Job]:
-    """The kernels of STAGED, built from the specs as they are now, and those of the prelude that sum up."""
-    from optgen.runtime.gpu import prelude
-
-    for named in STAGED:
-        yield from of_several_sweeps(*named)
-    tables = {"table": "*i64", "work": "*i32"}
-    aligned = ("table", "work")
-    for constants in ({"MAX": False}, {"MAX": True}):
-        kind = "largest" if constants["MAX"] else "sum"
-        finish, rows, columns = prelude.finish, prelude.row_partials, prelude.col_partials
-        yield Job(f"finish.{kind}", finish, tables, {**constants, "LANES": 256}, 256, 4, aligned)
-        of_rows = {**constants, "PANEL": 1024, "LANES": 1024, "ROWS": 4}
-        yield Job(f"row_partials.{kind}", rows, tables, of_rows, 4096, 4, aligned)
-        yield Job(f"col_partials.{kind}", columns, tables, {**constants, "LANES": 256, "PANEL": 64}, 256, 4, aligned)
 
 
 @cache
@@ -676,33 +627,6 @@ def _module(name: str, text: str) -> Any:
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module
-
-
-def flashoptim() -> Iterable[Job]:
-    """FlashOptim's AdamW with 8-bit states and a 24-bit weight, as it is launched; none where it is not installed."""
-    try:
-        from flashoptim import optimizers
-    except ImportError:
-        return
-    import triton.language as tl
-
-    fn = optimizers._triton_adam_kernel
-    pointers = ("mom_ptr", "mom_scales_f16_ptr", "var_ptr", "var_scales_f16_ptr", "param_ptr", "grad_ptr", "ecc_ptr")
-    types = ("*i8", "*fp16", "*u8", "*fp16", "*bf16", "*bf16", "*i8")
-    signature = dict(zip(pointers, types, strict=True)) | {"N": "i32", "step": "i32"}
-    signature |= dict.fromkeys(("lr", "beta1", "beta2", "eps", "weight_decay"), "fp32")
-    constants = dict(
-        GROUP_SIZE=32, DECOUPLED_WEIGHT_DECAY=True, PARAM_DTYPE=tl.bfloat16, USE_ECC=True, QUANTIZE_OPTIM_STATES=True,
-        SIGNED_ERROR_T=tl.int8, NUM_MANTISSA_BITS=7, SIGNED_MAX_VAL=127, BLOCK_SIZE_N=1024,
-    )  # fmt: skip
-    aligned = (*pointers, "N")
-    yield Job("flashoptim.adamw", fn, signature, constants, 1024, 4, aligned, options={"enable_fp_fusion": True})
-
-
-def kernels() -> Iterable[Job]:
-    """The kernels the command line counts."""
-    yield from generated()
-    yield from flashoptim()
 
 
 def compiled_to_fit(job: Job, target: str, listed: bool = False) -> tuple[Compiled, Compiled]:
@@ -739,27 +663,6 @@ def update(results: Mapping[str, Stats]) -> None:
     BASELINES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def show(results: Mapping[str, Stats], opcodes: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("kernel", "target", title=f"Triton {triton.__version__}: the main loop, per element")
-    for column in ("bytes", "busiest", "instructions", "special", "conversions", "registers", "shared", "spilled"):
-        table.add_column(column, justify="right")
-    table.add_column("loads")
-    table.add_column("stores")
-    for name, s in results.items():
-        each = s.elements_per_thread
-        special = s.classes.get("xu", 0) + s.classes.get("trans", 0)
-        numbers = (s.per_element, special / each, s.classes.get("convert", 0) / each)
-        known = (f"{s.bytes:.2f}" if s.bytes else "", "{} {:.0%}".format(*s.busiest("H200")) if s.cost else "")
-        row = [*name.split(" "), *known, *(f"{x:.1f}" for x in numbers), str(s.registers), str(s.shared), str(s.stack)]
-        table.add_row(*row, _widths(s.loads), _widths(s.stores))
-        if opcodes:
-            table.add_row("", "", *[""] * 8, "  ".join(f"{o}:{n / each:.2f}" for o, n in s.opcodes.items()))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
-
-
 def markdown(results: Mapping[str, Stats]) -> str:
     """The table of docs/kernels.md: sweeps against what memory leaves time for."""
     pipes = ("issue", "ALU", "FMA", "XU", "LSU")
@@ -785,25 +688,23 @@ def markdown(results: Mapping[str, Stats]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count every kernel of `kernels()` on the chosen targets; 1 where one spills to local memory."""
+    """Count the chosen kernels on the chosen targets; 1 where one spills to local memory."""
     parser = argparse.ArgumentParser(description="Instructions per element of the generated kernels, without a GPU.")
     parser.add_argument("names", nargs="*", help="only the kernels whose name contains one of these")
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="default: all of them")
-    parser.add_argument("--chosen", action="store_true", help="those of the performance tests, built from the specs")
-    parser.add_argument("--stages", action="store_true", help="those of steps of several sweeps, built from the specs")
-    parser.add_argument("--sweeps", action="store_true", help="the sweeps of every rule that takes several")
+    parser.add_argument("--chosen", action="store_true", help="those of the performance tests (the default)")
+    parser.add_argument("--sweeps", action="store_true", help="the sweeps of every rule, and of AdamW under every plan")
     parser.add_argument("--watched", action="store_true", help=f"those of other formats, on {WATCHED_ON}")
     parser.add_argument("--update", action="store_true", help="write the chosen and watched kernels' as baselines")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the table")
-    parser.add_argument("--markdown", action="store_true", help="the same as lines of Markdown, of --sweeps")
-    parser.add_argument("--opcodes", action="store_true", help="also list the opcodes of the main loop")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--markdown", action="store_true", help="a table of --sweeps in Markdown")
     asked = parser.parse_args(arguments)
     if asked.markdown and not asked.sweeps:
         parser.error("--markdown is for --sweeps: it has no column for targets, nor bytes of other kernels")
     results: dict[str, Stats] = {}
-    jobs: list[Callable[[], Iterable[Job]]] = [staged] * asked.stages + [partial(sweeps, asked.names)] * asked.sweeps
+    jobs: list[Callable[[], Iterable[Job]]] = [partial(sweeps, asked.names)] * asked.sweeps
     jobs += [chosen] * asked.chosen + [watched] * asked.watched
-    jobs = [chosen, watched] if asked.update else jobs or [kernels]
+    jobs = [chosen, watched] if asked.update else jobs or [chosen]
     for job in (job for some in jobs for job in some()):
         if asked.names and not any(name in job.name for name in asked.names):
             continue
@@ -813,12 +714,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stats = results[f"{job.name} {target}"] = count(job, target)
             if asked.json:
                 print(json.dumps({"kernel": job.name, "triton": triton.__version__, **asdict(stats)}), flush=True)
+            elif not asked.markdown:
+                print(job.name, stats, flush=True)
     if asked.update:
         update(results)
     if asked.markdown:
         print(markdown(results))
-    elif not asked.json:
-        show(results, asked.opcodes)
     return int(any(s.stack > 0 for s in results.values()))
 
 
