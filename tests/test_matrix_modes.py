@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -50,7 +49,7 @@ from optgen.runtime import Optimizer
 from tests import training
 from tests.harness import sampled, spec_of
 from tests.product import OF_MATRICES
-from tests.training import bits, give, params_of, states, train
+from tests.training import bits, give, train
 
 SHAPES = [(6, 10), (9, 4), (3, 8, 8), (1, 5), (5, 1), (7,), (0, 4)]
 STEPS = 4
@@ -141,30 +140,6 @@ def rule(made: Callable[[Any, Any], Any]) -> Spec:
         return p, left
 
     return made_so
-
-
-@pytest.mark.parametrize("cls", [SOAP, SOAPMuon, Shampoo, SPlus, KLShampoo])
-def test_a_group_says_the_largest_side_that_has_a_factor(cls: Any) -> None:
-    """Groups with limits of their own beside one another; checkpoints bring them, and those from before have 10000."""
-    groups = [{"params": [nn.Parameter(drawn(6, 10, seed=k))], "max_precond_dim": k} for k in (5, 9, 10)]
-    opt = cls(groups, plan="fp32", backend="reference")
-    assert cls([nn.Parameter(drawn(2, 2))]).param_groups[0]["max_precond_dim"] == 10000
-    train(opt, range(3))
-    other = cls([{"params": [nn.Parameter(p.detach().clone())]} for p in params_of(opt)], plan="fp32")
-    sides = [{"left", "right"} & opt.state[p].keys() for p in params_of(opt)]
-    assert sides == [set(), {"left"} if cls is SOAP else set(), {"left", "right"}]
-    kept = opt.state_dict()
-    other.load_state_dict(copy.deepcopy(kept))
-    train(opt, [3])
-    train(other, [3])
-    assert (bits(params_of(opt)), states(opt)) == (bits(params_of(other)), states(other))
-    opt.param_groups[2]["max_precond_dim"] = 5
-    with pytest.raises((RuntimeError, ValueError), match=r"with .*left.*max_precond_dim=5: set|does not fit it"):
-        train(opt, [4])
-    del kept["param_groups"][2]["max_precond_dim"]
-    fresh = cls([{"params": [p]} for p in params_of(other)], plan="fp32")
-    fresh.load_state_dict(kept)
-    assert [g["max_precond_dim"] for g in fresh.param_groups] == [5, 9, 10000]
 
 
 WITHOUT_MEANING: list[tuple[Callable[[Any, Any], Any], str]] = [
@@ -351,20 +326,6 @@ def test_a_nan_stays_in_its_matrix_of_a_stack(name: str) -> None:
     plain, got = found
     assert got.isnan().flatten(1).any(1).tolist() == [name in ONE_NORM, True, name in ONE_NORM]
     assert name in ONE_NORM or torch.equal(got[::2], plain[::2])
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("backend", ["reference", "cpp"])
-def test_the_last_basis_stays_where_a_decomposition_does_not_converge(
-    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For one parameter, whose matrices are the larger ones, and which goes on: its weight and states are finite."""
-    (plain, *_) = stepped(name, backend, (1, 1000))
-    fail(monkeypatch, ["eigh", "svd"], lambda x: x.abs().max() > 100, "failed to converge")
-    params, said, states = stepped(name, backend, (1, 1000))
-    assert torch.equal(plain[0], params[0]) and not torch.equal(plain[1], params[1])
-    assert len(said) == 1 and "'w1'" in said[0]
-    assert all(x.isfinite().all() for x in (params[1], *states[1].values()) if isinstance(x, Tensor))
 
 
 BY_LAPACK = [eigenvectors, lambda x: inverse_root(x, 2), lambda x: singular_vectors(x, x)]

@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from optgen.base.errors import UserError
 from optgen.driver.compile import compile as compiled
 from optgen.formats import Blocked, Factored, LogMinMax, Plan, Rank1, Split, scales, softsign
 from optgen.formats.bound import ROUNDOFF
 from optgen.formats.factored import LOWEST, SMALLEST_NORMAL
 from optgen.formats.scales import SMALLEST
 from optgen.lang import flag, hyper, nonneg, optimizer, row_mean, sqrt, state
-from optgen.ops import dtypes
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.cpu import native
 from optgen.runtime.layout import layout
@@ -231,28 +229,6 @@ def test_vectors_take_blocks_and_small_tensors_what_the_plan_says() -> None:
 
 
 # -- what is refused, and what is said
-@optimizer(cite="nobody")
-def averaged(p, g, slow=state(init="param"), *, lr=hyper(1e-3)):
-    p = p - lr * g
-    slow = 0.9 * slow + 0.1 * p
-    return p, slow
-
-
-class OfRows(Factored):
-    signed = True
-
-
-def test_what_has_no_rows_and_columns_is_refused() -> None:
-    for slot in ("small", "initial"):
-        with pytest.raises(UserError, match=r"E305.*needs no rows and columns"):
-            Plan("Wrong.", name="wrong", **{slot: OfRows()})
-    wrong = Plan("Wrong.", name="wrong", overrides={"slow": OfRows()})
-    with pytest.raises(UserError, match=r"E305.*starts as the weight"):
-        wrong.storage(averaged.states, dtypes.f32, False)
-    with pytest.raises(UserError, match=r"E305.*needs no rows and columns"):
-        Factored(vectors=Factored())
-
-
 @optimizer(cite="nobody", matrix="first", name="AtTimes")
 def at_times(
     p, g, m=state(), v=state(nonneg), *,
