@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import itertools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -28,16 +28,6 @@ FILE = ".strict"
 """The end of the name of a module of tiles or codecs in strict maths."""
 
 
-class Unsigned:
-    """An int32 that is taken for a uint32: zeros come in from above."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def __rshift__(self, k: int) -> Unsigned:
-        return Unsigned(self.x >> k & (1 << 32 - k) - 1 if k else self.x)
-
-
 class Pointer:
     """The address of an entry, for each element, of a table of numbers in memory."""
 
@@ -48,32 +38,20 @@ class Pointer:
         return Pointer(self.table, self.at + k)
 
 
-def bitcast(x: Any, dtype: Any) -> Any:
-    """Return `x.to(dtype, bitcast=True)`."""
-    if dtype == "uint32":
-        return Unsigned(x)
-    return x.x if isinstance(x, Unsigned) else x.view(dtype)
+_CAST = r"\.to\(\s*([\w.]+),\s*bitcast=True,?\s*\)"
+_SHIFT = re.compile(_CAST.replace(r"([\w.]+)", r"tl\.uint32") + r"\s*>>\s*(\w+)\s*\)" + _CAST)
 
 
 def torch_text(text: str) -> str:
-    """Return the text of tiles or codecs with `tl.bitcast(x, dtype)` for x.to(dtype, bitcast=True), as torch has it."""
-    raw = text.encode()
-    starts = list(itertools.accumulate(map(len, raw.splitlines(keepends=True)), initial=0))
-    edits: list[tuple[int, int, bytes]] = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and [x.arg for x in node.keywords] == ["bitcast"]:
-            (dtype,) = node.args
-            (first, end), (of, behind) = _span(node, starts), _span(dtype, starts)
-            edits += [(first, first, b"tl.bitcast("), (raw.rindex(b".to(", first, of), of, b", "), (behind, end, b")")]
-    for first, end, new in sorted(edits, reverse=True):
-        raw = raw[:first] + new + raw[end:]
-    return raw.decode()
+    """Return the text of tiles or codecs with `x.view(dtype)` for x.to(dtype, bitcast=True), as torch has it, and with
+    a mask for the zeros that come in from above where a word is shifted as one without a sign."""
 
+    def shifted(found: re.Match[str]) -> str:
+        k = found[1]
+        mask = hex((1 << 32 - int(k)) - 1) if k.isdigit() else f"((1 << 32 - {k}) - 1 | -({k} == 0))"
+        return f" >> {k} & {mask})"
 
-def _span(node: ast.expr, starts: Sequence[int]) -> tuple[int, int]:
-    """Return where the text of a node begins and ends; `starts`: where lines do."""
-    assert node.end_lineno is not None and node.end_col_offset is not None
-    return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+    return re.sub(_CAST, r".view(\1)", _SHIFT.sub(shifted, text))
 
 
 def _where(condition: Tensor, x: Any, y: Any) -> Tensor:
@@ -124,11 +102,11 @@ class Language(SimpleNamespace):
 LANGUAGE = Language(
     constexpr=lambda x: x,
     float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, float8e4nv=torch.float8_e4m3fn,
-    int32=torch.int32, int16=torch.int16, int8=torch.int8, uint8=torch.uint8, uint32="uint32",
+    int32=torch.int32, int16=torch.int16, int8=torch.int8, uint8=torch.uint8,
     PropagateNan=SimpleNamespace(ALL=None),
     abs=torch.abs, where=_where, maximum=_limit(True), minimum=_limit(False), sqrt_rn=eager.sqrt, div_rn=eager.quotient,
     expand_dims=lambda x, _: x.unsqueeze(-1), broadcast_to=lambda x, _: x, full=lambda shape, x, _: x,
-    bitcast=bitcast, static_range=range, load=lambda x: x.table[x.at.long()],
+    static_range=range, load=lambda x: x.table[x.at.long()],
 )  # fmt: skip
 """`triton.language`, as far as strict tiles and codecs call it."""
 
