@@ -3,7 +3,6 @@
 Each rule is run by the eager reference and in C++, and held to the author's own function in fp64.
 """
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -179,36 +178,6 @@ def test_a_sum_over_the_model_is_over_parameters_that_do_not_use_it(backend: str
             weight[k] = weight[k] - 0.25 * step
     for p, w in zip(params, weight, strict=True):
         np.testing.assert_allclose(p.detach().numpy(), w, rtol=1e-5, atol=1e-5)
-
-
-def averaging(plan: str = "fp32") -> tuple[list[torch.nn.Parameter], Any]:
-    params = [torch.nn.Parameter(torch.randn(70, 80)), torch.nn.Parameter(torch.randn(9))]
-    groups = [{"params": params[:1]}, {"params": params[1:]}]
-    opt = optgen.compile("schedule_free_sgd", plan=plan)(groups, plan=plan, lr=0.1)
-    for _ in range(2):
-        for p in params:
-            p.grad = torch.randn_like(p)
-        opt.step()
-    return params, opt
-
-
-def test_no_training_weights_are_loaded_while_other_weights_are_in_the_model() -> None:
-    _, opt = averaging()
-    saved = opt.state_dict()
-    opt.eval()
-    with pytest.raises((RuntimeError, ValueError), match=r"train\(\)"):
-        opt.load_state_dict(saved)
-    opt.train()
-    opt.load_state_dict(copy.deepcopy(opt).state_dict())
-
-
-def test_an_evaluation_that_fails_leaves_every_weight() -> None:
-    params, opt = averaging()
-    trained = [p.detach().clone() for p in params]
-    opt.param_groups[1]["momentum"] = 0.0
-    with pytest.raises(ValueError, match="momentum"):
-        opt.eval()
-    assert all(torch.equal(p, q) for p, q in zip(params, trained, strict=True))
 
 
 def test_no_sum_is_left_to_atomics() -> None:
