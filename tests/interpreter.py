@@ -13,7 +13,6 @@ other numbers.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -34,8 +33,6 @@ def changes() -> list[Change]:
         (interpreter, "_get_np_dtype", _numpy_types()),
         (interpreter, "_convert_float", _widening(interpreter._convert_float)),
         (interpreter, "_patch_lang", _patch_once()),
-        (interpreter, "_patch_attr", _plain_member),
-        (interpreter, "_patch_builtin", _patch_named()),
         (builder, "options", replace(builder.options, sanitize_overflow=builder.options.debug)),
         (builder, "create_splat", lambda kind, x: _of_condition(splat(kind, x), x)),
         (builder, "create_minimumf", lambda a, b: builder.binary_op(a, b, _ordered(np.minimum, np.bitwise_or))),
@@ -108,8 +105,8 @@ def _types() -> list[Change]:
     """Types and shapes of values, made once for each kind of value."""
     from triton.language import core, semantic
 
-    block, tensor, dtype = core.block_type, core.tensor, core.dtype
-    plain_block, plain_equal, plain_unwrap = block.__init__, dtype.__eq__, core._unwrap_if_constexpr
+    block, tensor = core.block_type, core.tensor
+    plain_block, plain_unwrap = block.__init__, core._unwrap_if_constexpr
     plain_broadcast = semantic.TritonSemantic.broadcast_impl_value
     plain_operands = semantic.TritonSemantic.binary_op_type_checking_impl
     shapes: dict[tuple[int, ...], tuple[Any, int, Any, Any, str]] = {}
@@ -141,9 +138,6 @@ def _types() -> list[Change]:
             self.shape, self.numel = shapes[tuple(type.shape.values)][2:4]
         else:
             self.numel, self.shape = none
-
-    def equal(self: Any, other: Any) -> bool:
-        return self is other or plain_equal(self, other)
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type
@@ -183,7 +177,6 @@ def _types() -> list[Change]:
         (core, "_unwrap_if_constexpr", unwrap),
         (block, "__init__", block_init),
         (tensor, "__init__", tensor_init),
-        (dtype, "__eq__", equal),
     ]
 
 
@@ -225,34 +218,3 @@ def _patch_once() -> Callable[[Any], Any]:
         return nothing if modules else patch(fn)
 
     return patch_once
-
-
-def _patch_named() -> Callable[[Any, Any, Any], None]:
-    """The interpreter looks at all members of a module for its builtins at every launch; here at the first."""
-    from triton.language import core
-    from triton.runtime import interpreter
-
-    names: dict[Any, list[str]] = {}
-
-    def patch(pkg: Any, builder: Any, scope: Any) -> None:
-        if pkg not in names:
-            names[pkg] = [name for name, member in inspect.getmembers(pkg) if core.is_builtin(member)]
-        for name in names[pkg]:
-            member = getattr(pkg, name)
-            if core.is_builtin(member):
-                interpreter._patch_attr(pkg, name, member, builder, scope)
-
-    return patch
-
-
-def _plain_member(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """A function of the language that is given the interpreter's semantics, without a copy of its arguments."""
-    from triton.runtime import interpreter
-
-    semantic, inner = interpreter.interpreter_semantic, getattr(member, "__wrapped__", member)
-
-    def interpreted(*args: Any, **kwargs: Any) -> Any:
-        kwargs["_semantic"] = semantic
-        return inner(*args, **kwargs)
-
-    scope.set_attr(obj, name, interpreted)
