@@ -17,14 +17,12 @@ from optgen.base.errors import UserError
 from optgen.lang import (
     eigenvectors,
     finite,
-    flag,
     gram,
     hyper,
     identity,
     inverse_root,
     mat_norm,
     matrix_state,
-    maximum,
     newton_schulz,
     norm,
     normal,
@@ -33,8 +31,6 @@ from optgen.lang import (
     shape_flag,
     singular_vectors,
     solve_triangular,
-    state,
-    tensor_state,
     top_rows,
     trace,
     triangle,
@@ -52,77 +48,8 @@ from tests.product import OF_MATRICES
 from tests.training import bits, give, train
 
 SHAPES = [(6, 10), (9, 4), (3, 8, 8), (1, 5), (5, 1), (7,), (0, 4)]
-STEPS = 4
-
-
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@optimizer(cite="nobody", matrix="heads")
-def of_old_numbers(
-    p, g, t,
-    size=tensor_state(init=1.0, when="is_matrix"), left=matrix_state("rows", when="is_matrix"),
-    *,
-    lr=hyper(0.1, ge=0), beta=hyper(0.9, ge=0, lt=1), is_matrix=shape_flag(lambda shape: len(shape) >= 2),
-):  # fmt: skip
-    """Functions of matrices read a number of the tensor that the step replaces, and conditions of every kind."""
-    if not is_matrix:
-        p = p - lr * g
-        return p, size, left
-    left = beta * left + size * gram(g)
-    size = 0.5 * size + norm(g)
-    left = where(t > 2, left, maximum(left, 1 - beta) / size)
-    large = ~(trace(left) < 30)
-    left = where(large, left / 2, left) + where(left > 0, 1.0, 2.0)
-    p = p - lr * where(large, g, left @ g) / (1 + mat_norm(left))
-    return p, size, left
-
-
-@optimizer(cite="nobody", matrix="heads")
-def of_names(
-    p, g,
-    stored=state(), torch=matrix_state("rows", when="is_matrix"), right=matrix_state("columns", when="is_matrix"),
-    *,
-    lr=hyper(0.1, ge=0), k=hyper(2, ge=1), every=flag(every="k"), is_matrix=shape_flag(lambda shape: len(shape) >= 2),
-):  # fmt: skip
-    """Names that generated code has, three levels, a swap of elements and products, and products at some steps only."""
-    if not is_matrix:
-        p = p - lr * g
-        return p, stored, torch, right
-    x = g @ gram(g.T)
-    y = gram(p) @ (x / (1 + mat_norm(x)))
-    stored = 0.9 * stored + y / (1 + norm(y))
-    torch = 0.9 * torch + gram(stored)
-    if every:
-        right = right.T + gram(stored.T) + 0.1 * gram(p.T)
-    p = p - lr * (torch @ stored + x / (1 + mat_norm(x)) + stored @ right)
-    return p, stored, torch, right
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
-@pytest.mark.parametrize("spec", [of_old_numbers, of_names], ids=str)
-def test_odd_rules_are_their_own_fp64_reading(spec: Spec, backend: str) -> None:
-    """Within fp32's roundings of some ten operations (2^-24 each, under sums of ten), relative to the
-    largest value of each state."""
-    params = [nn.Parameter(drawn(*shape, seed=k)) for k, shape in enumerate(SHAPES)]
-    named = [(f"w{k}", p) for k, p in enumerate(params)]
-    opt = optgen.compile(spec, "fp32")(named, lr=0.02, backend=backend, blocks={"w2": 3})
-    exact: list[Any] = [(p.detach().double(), None, None) for p in params]
-    for t in range(1, STEPS + 1):
-        give(params, t)
-        opt.step()
-        exact = [
-            spec.evaluate(p, q.grad.double(), t, kept, host, lr=0.02) if q.numel() else (p, {}, {})
-            for q, (p, kept, host) in zip(params, exact, strict=True)
-        ]
-    for q, (p, kept, _) in zip(params, exact, strict=True):
-        assert opt.state[q]["step"] == STEPS
-        for name, wanted in {"p": p, **kept}.items():
-            got = q.detach() if name == "p" else opt.state[q][name]
-            largest = wanted.abs().max() if wanted.numel() else 0.0
-            assert got.shape == wanted.shape
-            assert torch.all((got - wanted).abs() <= 1e-5 * largest), (name, q.shape)
 
 
 def rule(made: Callable[[Any, Any], Any]) -> Spec:

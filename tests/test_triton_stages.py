@@ -25,7 +25,7 @@ from optgen.formats import Blocked, LogMinMax, Plan, Split, scales, softsign
 
 from optgen.lang import (  # isort: skip
     Spec, amax, col, col_max, dot, hyper, mat_mean, maximum, mean, nonneg, optimizer, row, row_max, row_mean, sqrt,
-    state, tensor_state, total,
+    state, tensor_state,
 )  # fmt: skip
 from optgen.runtime.gpu import stages
 from optgen.runtime.layout import plans as loaded
@@ -74,15 +74,6 @@ def extremes(
     turn = dot(m, g) / (1 + mean(side) + row_mean(m * m))
     p = p - lr * (m / (level + sqrt(top * side) + all_time + 1e-8) + 0.01 * turn * g)
     return p, m, top, side, all_time
-
-
-@optimizer()
-def largest(p, g, m=state(), seen=tensor_state(nonneg), *, lr=hyper(1e-2, ge=0), beta=hyper(0.9, ge=0, lt=1)):
-    """Maxima and sums of whole tensors, which vectors have too."""
-    seen = maximum(beta * seen, amax(abs(g)))
-    m = beta * m + (1 - beta) * g / (seen + 1e-8)
-    p = p - lr * m * (1 + total(m) / (1 + total(abs(p))))
-    return p, m, seen
 
 
 @cache
@@ -152,8 +143,6 @@ CASES = [
     case(came, "bf16_sr", [(66, 150), (2, 3, 70), (300,)]),
     case(extremes, "fp32", [(66, 150), (3, 1030), (1, 300), (66, 1), (2, 3, 70), (3, 5, 2, 9), (0, 5)]),
     case(extremes, "blocks16", [(3, 300), (66, 1), (2, 3, 70), (2, 64, 64)]),
-    case(largest, "fp32", [(40, 150), (2, 3, 70), (17000,), (), (0,)]),
-    case(largest, "blocks16", [(300,), (5, 70)]),
 ]
 
 

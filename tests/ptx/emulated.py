@@ -12,7 +12,6 @@ import tempfile
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,44 +66,6 @@ def test_a_fused_product_is_rounded_once() -> None:
     for x, y, z, got in zip(a.tolist(), b.tolist(), c.tolist(), found.tolist(), strict=True):
         if all(map(math.isfinite, (x, y, z))):
             assert got == rounded(Fraction(x) * Fraction(y) + Fraction(z)), (x, y, z)
-
-
-WORDS = [0, 1, 5, 31, 32, 33, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF, 0x12345678, 0x8ABCDEF0]
-
-
-def signed(x: int, width: int = 32) -> int:
-    return x - (1 << width) if x >> (width - 1) else x
-
-
-@pytest.mark.parametrize(
-    ("opcode", "meaning"),
-    [
-        ("mul.hi.u32", lambda a, b: a * b >> 32),
-        ("mul.hi.s32", lambda a, b: signed(a) * signed(b) >> 32),
-        ("mul.lo.s32", lambda a, b: a * b),
-        ("mul.wide.s32", lambda a, b: signed(a) * signed(b)),
-        ("mul.hi.u64", lambda a, b: a * b >> 64),
-        ("shl.b32", lambda a, b: a << b if b < 32 else 0),
-        ("shr.u32", lambda a, b: a >> b if b < 32 else 0),
-        ("shr.s32", lambda a, b: signed(a) >> min(b, 31)),
-        ("div.s32", lambda a, b: int(Fraction(signed(a), signed(b))) if b else -1),
-        ("rem.s32", lambda a, b: signed(a) - int(Fraction(signed(a), signed(b))) * signed(b) if b else None),
-        ("min.relu.s32", lambda a, b: max(min(signed(a), signed(b)), 0)),
-        ("add.s16x2", lambda a, b: (a + b & 0xFFFF) | ((a >> 16) + (b >> 16) << 16)),
-        ("setp.lt.s32", lambda a, b: signed(a) < signed(b)),
-        ("setp.hi.u32", lambda a, b: a > b),
-        ("bfe.u32", lambda a, b: a >> (b & 255) & 0xFF),
-        ("bfe.s32", lambda a, b: signed(a << 24 - b & 0xFFFFFFFF) >> 24 if b <= 24 else None),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_integers_are_those_of_python(opcode: str, meaning: Any) -> None:
-    length = [8] if opcode.startswith("bfe") else []
-    width = 64 if opcode in ("mul.wide.s32", "mul.hi.u64") else 32
-    for a in WORDS:
-        for b in WORDS:
-            if (want := meaning(a, b)) is not None:
-                assert run(opcode, a, b, *length)[0] == want & ((1 << width) - 1), (a, b)
 
 
 @pytest.mark.parametrize(
@@ -358,29 +319,6 @@ def test_strict_kernels_flush_contract_and_approximate_nothing() -> None:
     for loaded in drawn:
         assert not scan.of_machine_code(loaded.ptx, loaded.tool("nvdisasm", "-c")), loaded.kernel.name
     assert drawn
-
-
-def test_what_is_compiled_depends_on_the_driver_for_its_target_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """So a GPU of that capability finds in Triton's cache what was compiled here (docs/kernels.md)."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    asked, real = set(), triton.runtime.driver.active
-
-    class Watched:
-        utils = SimpleNamespace(unload_module=lambda module: None)  # of kernels that nobody has any more
-
-        def __getattr__(self, name: str) -> Any:
-            asked.add(name)
-            return getattr(real, name)
-
-    triton.runtime.driver.set_active(Watched())
-    try:
-        made = total.warmup(torch.zeros(512), torch.zeros(4), 2, grid=(1,), num_warps=4)
-    finally:
-        triton.runtime.driver.set_active(real)
-    assert list(tmp_path.rglob("*.cubin")) and made.hash
-    assert asked <= {"get_current_device", "get_current_stream", "get_current_target"}
 
 
 # Fast maths, which the scan above must not meet -----------------------------------------------------------------------
