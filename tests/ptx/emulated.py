@@ -12,6 +12,7 @@ import tempfile
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -319,6 +320,29 @@ def test_strict_kernels_flush_contract_and_approximate_nothing() -> None:
     for loaded in drawn:
         assert not scan.of_machine_code(loaded.ptx, loaded.tool("nvdisasm", "-c")), loaded.kernel.name
     assert drawn
+
+
+def test_what_is_compiled_depends_on_the_driver_for_its_target_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So a GPU of that capability finds in Triton's cache what was compiled here (docs/kernels.md)."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    asked, real = set(), triton.runtime.driver.active
+
+    class Watched:
+        utils = SimpleNamespace(unload_module=lambda module: None)  # of kernels that nobody has any more
+
+        def __getattr__(self, name: str) -> Any:
+            asked.add(name)
+            return getattr(real, name)
+
+    triton.runtime.driver.set_active(Watched())
+    try:
+        made = total.warmup(torch.zeros(512), torch.zeros(4), 2, grid=(1,), num_warps=4)
+    finally:
+        triton.runtime.driver.set_active(real)
+    assert list(tmp_path.rglob("*.cubin")) and made.hash
+    assert asked <= {"get_current_device", "get_current_stream", "get_current_target"}
 
 
 # Fast maths, which the scan above must not meet -----------------------------------------------------------------------
