@@ -305,11 +305,23 @@ def gather(k):
         }}"""
 
 
+@constexpr_function
+def between(k):
+    """The selector of v_perm_b32 for two words: byte k of the second one, a zero, byte k of the first one, a zero."""
+    k = getattr(k, "value", k)
+    return 0x0C040C00 + 0x10001 * k
+
+
 @triton.jit
 def byte(x, k: tl.constexpr):
     """uint8: byte k of an int32, 0 the lowest."""
     if machine() == "cuda":
         out = tl.inline_asm_elementwise(gather(k), "=r,r,r,r,r", [x], tl.uint8, is_pure=True, pack=4)
+    elif machine() == "hip":
+        # Before Triton 3.9 LLVM makes a shift and two unions of two bytes that are stored side by side.
+        out = tl.inline_asm_elementwise(
+            "v_perm_b32 $0, $2, $1, $3", "=v,v,v,s,s", [x, between(k)], tl.int16, is_pure=True, pack=2
+        ).to(tl.uint8)
     else:
         out = (x >> 8 * k).to(tl.uint8)
     return out
