@@ -6,7 +6,7 @@ A codec is a struct of the fields of a value in a tile: how they are read, and h
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from optgen.backends import cpp
 from optgen.backends.codec import ROOT, CodecText, X
@@ -64,18 +64,13 @@ def codec_structs(codec: CodecText, name: str, doc: str, both: bool, small: Iter
     small  static functions of NAME_fields: the work on values of rows and columns before and between sweeps
     """
     fields = f"{name}_fields"
-    nearest = _Encoder.of(codec, codec.nearest)
     members = [*_Fields(codec).lines(fields), *(line for function in small for line in function)]
     out = [[f"// {doc}", f"struct {fields} : Codec {{", *(f"    {x}" if x else "" for x in members), "};"]]
-    if codec.encode is None:
-        return [*out, nearest.lines(f"{name}_nearest", fields, _CODEC)]
-    stochastic = _Encoder.of(codec, codec.encode)
-    out.append(stochastic.lines(f"{name}_stochastic", fields, _CODEC))
-    if not both:
-        return out
-    if nearest.extends(stochastic):
-        return [*out, nearest.lines(f"{name}_nearest", f"{name}_stochastic", stochastic)]
-    return [*out, nearest.lines(f"{name}_nearest", fields, _CODEC)]
+    if codec.encode is not None:
+        out.append(_encoder(codec, codec.encode, f"{name}_stochastic", fields))
+    if codec.encode is None or both:
+        out.append(_encoder(codec, codec.nearest, f"{name}_nearest", fields))
+    return out
 
 
 def table_lines(codecs: Iterable[CodecText]) -> list[str]:
@@ -231,90 +226,32 @@ def _given(step: Step) -> tuple[Node, bool]:
     return load, False
 
 
-@dataclass
-class _Encoder:
-    """The members of a struct that stores; the members of none where nothing is given.
-
-    constants  those of `Codec` in sweep.h, which need not be given where they are the same
-    arrays     what is found of each block: name -> size
-    heads      loop -> the struct of what it reads and finds of a block
-    functions  (name, loop; -1 for a function of all loops) -> lines
-    rooted     True if the first loop begins with the root of the new value
-    simple     True for one loop without blocks' values
-    new        names of the values of rows and columns that encoding reads: the new ones
-    """
-
-    constants: Mapping[str, int]
-    arrays: Mapping[str, str] = field(default_factory=dict)
-    heads: Mapping[int, list[str]] = field(default_factory=dict)
-    functions: Mapping[tuple[str, int], list[str]] = field(default_factory=dict)
-    rooted: bool = False
-    simple: bool = True
-    new: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, codec: CodecText, step: Step) -> _Encoder:
-        given, rooted = _given(step)
-        plan, block = _CodecPhases(step, given, "new_"), _block(codec)
-        loops = [_Loop(plan, k, block) for k in range(len(plan.phases))]
-        size = f"most_of({block}) / {block}"
-        arrays = {plan.name[n.uid]: size for loop in loops for n in loop.phase.reductions}
-        simple = len(loops) == 1 and not plan.phases[0].blocks
-        heads = {loop.k: [] if simple else loop.struct() for loop in loops}
-        scalars = _scalar_lines(plan, step)
-        functions: dict[tuple[str, int], list[str]] = {}
-        for loop in loops:
-            functions |= {(name, loop.k): lines for name, lines in loop.functions(scalars, simple).items()}
-        if packed := [b for b in _buffers(codec) if b.dtype.packed]:
-            functions["pack_codes", -1] = _pack_codes(packed)
-        return cls(_constants(plan, loops, given), arrays, heads, functions, rooted, simple, codec.given)
-
-    def _own(self, base: _Encoder) -> list[tuple[str, int]]:
-        """Return the functions that differ from the base's, or take a struct that does."""
-        differs = {k for k, head in self.heads.items() if base.heads.get(k) != head}
-        return [
-            x
-            for x, lines in self.functions.items()
-            if base.functions.get(x) != lines or (x[1] in differs and x[0] != "blocks")
-        ]
-
-    def extends(self, base: _Encoder) -> bool:
-        """Return True if a struct may inherit from the base's: what that has more would be found too."""
-        alike = all(self.arrays.get(name, of) == of for name, of in base.arrays.items())
-        less = base.functions.keys() <= self.functions.keys() and self.rooted == base.rooted
-        return alike and less and len(self._own(base)) < len(self.functions)
-
-    def lines(self, struct: str, fields: str, base: _Encoder) -> list[str]:
-        """Return the struct, which inherits from `fields`: the struct of the base if that has any functions."""
-        functions = self._own(base)
-        members = self._data(base)
-        members += [""] if members else []
-        new = () if base.new else self.new
-        members.append(_constructor(struct, fields, new) if new else f"using {fields}::{fields};")
-        if base.functions:  # a function hides those of its name that are inherited
-            names = {name for name, _ in functions}
-            hidden = [f"{fields}::{x}" for x in ("blocks", "head", "tail", "encode") if x in names]
-        else:
-            hidden = [] if self.simple else ["Codec::blocks", "Codec::head", "Codec::tail"]
-        members += [f"using {', '.join(hidden)};"] if hidden else []
-        for name, k in functions:
-            is_new = name == "head" and base.heads.get(k) != self.heads[k]
-            members += [*(self.heads[k] if is_new else []), *self.functions[name, k]]
-        return [f"struct {struct} : {fields} {{", *(f"    {x}" if x else "" for x in members), "};"]
-
-    def _data(self, base: _Encoder) -> list[str]:
-        """Return the constants and arrays that the base has not."""
-        constants = [f"{name} = {n}" for name, n in self.constants.items() if base.constants[name] != n]
-        out = [f"static constexpr int {', '.join(constants)};"] if constants else []
-        out += ["static constexpr bool ROOTED = true;"] if self.rooted and not base.rooted else []
-        found = [f"{x}_kept[{size}]" for x, size in self.arrays.items() if x not in base.arrays]
-        out += [f"I {', '.join(found)};"] if found else []
-        new = [f"*__restrict new_{x}_at" for x in self.new if x not in base.new]
-        return out + ([f"const float {', '.join(new)};"] if new else [])
+_CODEC = {"NOISE": 0, "LOOPS": 1, "ROOT_LOOP": 0, "READS": 1, "DRAWS": 0}
+"""The constants of `Codec` in sweep.h, which need not be given where they are the same."""
 
 
-_CODEC = _Encoder({"NOISE": 0, "LOOPS": 1, "ROOT_LOOP": 0, "READS": 1, "DRAWS": 0})
-"""The constants of `Codec` in sweep.h."""
+def _encoder(codec: CodecText, step: Step, struct: str, fields: str) -> list[str]:
+    """The struct that stores, which inherits from that of the fields."""
+    given, rooted = _given(step)
+    plan, block = _CodecPhases(step, given, "new_"), _block(codec)
+    loops = [_Loop(plan, k, block) for k in range(len(plan.phases))]
+    simple = len(loops) == 1 and not plan.phases[0].blocks  # one loop without blocks' values
+    constants = [f"{name} = {n}" for name, n in _constants(plan, loops, given).items() if _CODEC[name] != n]
+    members = [f"static constexpr int {', '.join(constants)};"] if constants else []
+    members += ["static constexpr bool ROOTED = true;"] if rooted else []
+    found = [f"{plan.name[n.uid]}_kept[most_of({block}) / {block}]" for loop in loops for n in loop.phase.reductions]
+    members += [f"I {', '.join(found)};"] if found else []
+    new = [f"*__restrict new_{x}_at" for x in codec.given]  # values of rows and columns: the new ones
+    members += [f"const float {', '.join(new)};"] if new else []
+    members += [""] if members else []
+    members.append(_constructor(struct, fields, codec.given) if new else f"using {fields}::{fields};")
+    members += [] if simple else ["using Codec::blocks, Codec::head, Codec::tail;"]
+    scalars = _scalar_lines(plan, step)
+    for loop in loops:
+        members += loop.lines(scalars, simple)
+    if packed := [b for b in _buffers(codec) if b.dtype.packed]:
+        members += _pack_codes(packed)
+    return [f"struct {struct} : {fields} {{", *(f"    {x}" if x else "" for x in members), "};"]
 
 
 def _constants(plan: _CodecPhases, loops: Sequence[_Loop], given: Node) -> dict[str, int]:
@@ -367,29 +304,28 @@ class _Loop:
     def _types(self) -> dict[str, str]:
         return {name: kind for kind, name, _ in self.members}
 
-    def functions(self, scalars: list[str], simple: bool) -> dict[str, list[str]]:
-        """Return the functions by name: blocks, head, tail, encode.
+    def lines(self, scalars: list[str], simple: bool) -> list[str]:
+        """Return the functions blocks, head, tail and encode.
 
         scalars  the lines that compute what is made of constants
         simple   True for the one loop of an encoding without blocks' values
         """
         phase, k = self.phase, self.k
-        out: dict[str, list[str]] = {}
+        out: list[str] = []
         if phase.found or phase.blocks or phase.block_stores:
-            out["blocks"] = [f"void blocks(Loop<{k}>, int b) {{", *self._blocks(scalars), "}"]
+            out += [f"void blocks(Loop<{k}>, int b) {{", *self._blocks(scalars), "}"]
         if not simple:
             values = {name: value for _, name, value in self.members}
             order = [x for names in _by_kind(self._types()).values() for x in names]
             head = f"of_head_{k}[b]" if self.together else f"{{{', '.join(values[x] for x in order)}}}"
-            out["head"] = [f"Head_{k} head(Loop<{k}>, int{' b' if values else ''}) const {{ return {head}; }}"]
+            out += [*self.struct(), f"Head_{k} head(Loop<{k}>, int{' b' if values else ''}) const {{ return {head}; }}"]
         if phase.reductions:
             names = [self.plan.name[n.uid] for n in phase.reductions]
             ends = " ".join(f"{name}_kept[b] = h.{name};" for name in names)
-            out["tail"] = [f"void tail(Loop<{k}>, const Head_{k} &h, int b) {{ {ends} }}"]
+            out.append(f"void tail(Loop<{k}>, const Head_{k} &h, int b) {{ {ends} }}")
         kind = "Head" if simple else f"Head_{k}"
         head = f"F encode(Loop<{k}>, {kind} &h, int i, int end, F x, const N &noise) {{"
-        out["encode"] = [f"template <bool RAGGED, int VALUE, class N> {head}", *self._encode(scalars), "}"]
-        return out
+        return [*out, f"template <bool RAGGED, int VALUE, class N> {head}", *self._encode(scalars), "}"]
 
     def _blocks(self, scalars: list[str]) -> list[str]:
         """Return the lines of the work on the blocks' own values, a vector of blocks at a time."""
