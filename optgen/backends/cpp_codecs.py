@@ -95,10 +95,9 @@ class _Fields:
         self.arrays: dict[str, str] = {}
         self.stages: dict[str, str] = {}
         self.functions: list[list[str]] = []
-        (root,) = codec.root.sweeps[-1].schedule.sweep.stores if codec.root is not None else (None,)
         for step in (codec.decode, codec.root):
             if step is not None:
-                reader = _Reader(step, root.node if root is not None else None)
+                reader = _Reader(step)
                 self.arrays |= reader.arrays
                 for line, comment in reader.stages:
                     self.stages.setdefault(line, comment)
@@ -171,13 +170,12 @@ class _Reader:
     """The function `times` or `root` of a struct that reads.
 
     step    decode, or root
-    root    the value that `root` returns, which `times` may call
     arrays  blocks' values that the function reads, name -> type
     stages  the lines that fill these arrays, with their comments
     """
 
-    def __init__(self, step: Step, root: Node | None) -> None:
-        self.step, self.root = step, root
+    def __init__(self, step: Step) -> None:
+        self.step = step
         self.plan = plan = _CodecPhases(step)
         (phase,) = plan.phases
         plan.scalar[C] = C
@@ -197,14 +195,8 @@ class _Reader:
         plan, node = self.plan, self.store.node
         printer = CppPrinter(plan)
         printer.names |= {n.uid: f"in.{plan.name[n.uid]}" for n in self.across}
-        known = {n.uid for n in self.across}
-        lines = []
-        if self.store.buffer != ROOT and self.root is not None and self.root.uid in plan.name:
-            known.add(self.root.uid)
-            name = printer.names[self.root.uid] = plan.name[self.root.uid]
-            lines = [(f"const F {name} = root(in, i);", "")]
-        need = reached([node], known)
-        lines += [assigned(plan, let, printer) for let in self.lets if let.node.uid in need]
+        need = reached([node], {n.uid for n in self.across})
+        lines = [assigned(plan, let, printer) for let in self.lets if let.node.uid in need]
         if self.store.buffer == ROOT:
             head, result = "F root(const In &in, int i) const {", _f(printer, node)
         else:

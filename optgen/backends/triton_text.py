@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from optgen.backends import triton
-from optgen.backends.codec import ROOT, CodecText, Known, X, lets_of, reading
+from optgen.backends.codec import ROOT, CodecText, X
 from optgen.backends.printer import ATOM, Printer, Text, bound_lines, called, computed, with_comments, wrapped
 from optgen.backends.triton import TritonPrinter
 from optgen.ir.node import Node, postorder
@@ -246,22 +246,21 @@ def codec_functions(codec: CodecText, name: str) -> list[list[str]]:
     tables = [f"{table}_ptr" for table in triton.in_memory(_programs(codec))]
     given = [*_fields(codec.decode, codec.reads or codec.names), *tables]
     out = []
-    for part, reads, known in reading(codec, name, given):
-        lines, results = _body(reads, known)
-        if part == "root":
-            out.append([*_head(f"{name}_root", given), *_scalars(reads), *lines, f"    return {results[ROOT][0]}"])
-        else:
-            # Two factors of c * x: c meets what there are few of.
-            text, node, printer = results[X]
-            factors = [printer.operand(node, a) for a in node.args] if node.op == "mul" else [text, "1.0"]
-            head = [*_head(f"{name}_decode", [C, *given]), *_scalars(reads)]
-            out.append([*head, *lines, f"    return {', '.join(factors)}"])
+    # Two factors of c * x: c meets what there are few of.
+    lines, results = _body(codec.decode)
+    text, node, printer = results[X]
+    factors = [printer.operand(node, a) for a in node.args] if node.op == "mul" else [text, "1.0"]
+    head = [*_head(f"{name}_decode", [C, *given]), *_scalars(codec.decode)]
+    out.append([*head, *lines, f"    return {', '.join(factors)}"])
+    if codec.root is not None:
+        lines, results = _body(codec.root)
+        out.append([*_head(f"{name}_root", given), *_scalars(codec.root), *lines, f"    return {results[ROOT][0]}"])
     for step, tail, given in (
         (codec.encode, "encode", ["draws", "SHIFT: tl.constexpr"]),
         (codec.nearest, "nearest", []),
     ):
         if step is not None:
-            lines, results = _body(step, {})
+            lines, results = _body(step)
             made = [results[field][0] for field in (*codec.names, *([ROOT] if ROOT in results else []))]
             given += [*_fields(step, codec.given), *tables]
             head = _head(f"{name}_{tail}", ["x", "live", "MASKED: tl.constexpr", *given])
@@ -293,14 +292,13 @@ def _scalars(step: Step) -> list[str]:
     return [f"    {name} = {printer.text(node)}" for name, node in found]
 
 
-def _body(step: Step, known: Known) -> tuple[list[str], dict[str, tuple[str, Node, TritonPrinter]]]:
+def _body(step: Step) -> tuple[list[str], dict[str, tuple[str, Node, TritonPrinter]]]:
     """The lines of a codec's function, and its results."""
     stage = step.sweeps[-1]
     program, sweep = stage.schedule.program, stage.schedule.sweep
     printer = TritonPrinter(program)
-    printer.names |= {let.node.uid: let.name for let in sweep.lets if let.node.op == "load"} | {**known}
-    lets = lets_of(triton.printed_lets(stage.schedule), [s.node for s in sweep.stores], known)
-    rest = tuple(let for let in lets if let.node.op != "load")
+    printer.names |= {let.node.uid: let.name for let in sweep.lets if let.node.op == "load"}
+    rest = tuple(let for let in triton.printed_lets(stage.schedule) if let.node.op != "load")
     lines = [f"    {line}" for some in bound_lines(rest, printer).values() for line, _ in some]
     results = {s.buffer: (printer.text(s.node), s.node, printer) for s in sweep.stores}
     return lines, results
