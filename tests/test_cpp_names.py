@@ -117,11 +117,6 @@ def test_an_author_may_use_any_name(plan: str, isa: str, tmp_path: Path) -> None
 def test_names_are_the_authors(plan: str, isa: str, tmp_path: Path) -> None:
     """Parts called as a kernel's own variables, states and locals in upper case; @optimizer without parentheses."""
     check(letters, harness.plan_of(plan), "bfloat16", tmp_path, isa)
-    pair = harness.Pair(letters, harness.case_of(letters, harness.plan_of(plan), "float32"), tmp_path)
-    ours, theirs = (pair.buffers((3, 70), torch.ones(3, 70)) for _ in range(2))
-    pair.run_reference(ours, torch.ones(3, 70), 1, 77, 3)
-    pair.run_triton(theirs, torch.ones(3, 70), 1, 77, 3)
-    assert all(harness.same_bits(ours[name], theirs[name]) for name in ours)
     made = optgen.compile(letters, plan)
     p = torch.nn.Parameter(torch.ones(64, 64))
     opt = made([p], betas=(0.9, 0.8, 0.4))

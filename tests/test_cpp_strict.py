@@ -64,12 +64,6 @@ def test_same_bits(name: str, plan: str, param: str, flags: dict[str, bool], isa
         steps(strict(name, plan, tmp_path, param, flags), param, param, isa, 2, zlib.crc32(f"{name} {plan}".encode()))
 
 
-@pytest.mark.parametrize("grad", ["float32", "bfloat16", "float16"])
-def test_gradients_of_another_dtype(grad: str, tmp_path: Path) -> None:
-    pair = strict("adamw", "int8_split24", tmp_path)
-    steps(pair, "bfloat16", grad, ISAS[0].name, 1)
-
-
 @pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
 def test_any_number_of_threads_gives_the_same_bits(plan: str, tmp_path: Path) -> None:
     pair = strict("adamw", plan, tmp_path)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optgen.base.errors import UserError
-from optgen.driver.memory import memory
 
 from optgen.formats import (  # isort: skip
     Blocked, Codebook, Copy, Ecc8, Factored, Float, Format, Fp8, Kahan, LogMax, LogMinMax, Master, Native, Noise, Plan,
@@ -30,7 +29,6 @@ from optgen.verify.bounds import master_bound, one_step_bound, steady_state
 from optgen.verify.differential import BlockView
 from optgen.verify.intervals import Interval
 from specs import plans
-from specs.adamw import adamw
 from tools.certificate import certify
 
 COMPANDERS = (linear, softsign(1), softsign(1.5), softsign(0.75), softsign(7))
@@ -659,20 +657,6 @@ def test_the_bound_is_the_exact_supremum_within_a_thousandth(fmt: Format) -> Non
     assert certificate.supremum <= certificate.bound.total
 
 
-def test_well_known_closed_forms() -> None:
-    """Values of the literature."""
-
-    def value(c: object, **kw: object) -> object:
-        found = one_step_bound(Blocked(8, 64, c, **{"rounding": "nearest", **kw})).value  # type: ignore[arg-type]
-        return pytest.approx(found, rel=1e-12)
-
-    assert value(linear) == 1 / 254
-    assert value(softsign(1)) == 2 / 255
-    assert value(linear, signed=False, scale=ue7m9) == 1 / 510
-    assert value(softsign(1), rounding="stochastic") == 1 / 64
-    assert LogMinMax(8, 64, rounding="nearest").bound(8).value == 1 / 128
-
-
 # -- over many steps
 @pytest.mark.parametrize("decay", [0.9, 0.95, -0.9, -0.95])
 def test_the_steady_bound_of_a_signed_average_is_nearly_attained(decay: float) -> None:
@@ -702,11 +686,3 @@ def test_slow_averages_have_no_steady_bound_to_nearest() -> None:
     assert steady_state(floats.bf16, 0.999).high == float("inf")
     assert steady_state(floats.bf16, 0.95).high < 1.1
     assert steady_state(LogMinMax(8, 64, rounding="stochastic"), 0.999).rms == pytest.approx(0.353, rel=0.03)
-
-
-@pytest.mark.parametrize("plan", [plans.int8_split24, plans.int4_split24, plans.int5_int3_split24], ids=str)
-def test_the_range_says_that_a_block_with_an_infinity_stops(plan: Plan) -> None:
-    assert "all of a block with an Inf reads as Inf" in one_step_bound(plan.nonneg).valid
-    states = adamw.present({f.name: False for f in adamw.flags})
-    rows = memory(adamw, plan.storage(states, dtypes.bf16, False))
-    assert any("all of its steps become 0" in row.valid for row in rows)

@@ -291,22 +291,6 @@ def test_states_are_rounded_by_their_names_and_the_step(shape: tuple[int, ...], 
                for x, trait in traits.items()}  # fmt: skip
 
 
-@BACKENDS
-def test_stacks_are_the_matrices_of_parameters_of_their_own(backend: str) -> None:
-    whole, opt = made(plans.int8, backend, (3, 64, 80))
-    each = [nn.Parameter(x.clone()) for x in whole.detach()]
-    other = optgen.compile(turned, plans.int8)([(f"w{i}", p) for i, p in enumerate(each)], backend=backend, lr=1e-4)
-    for t in range(1, 5):
-        g = drawn(3, 64, 80, seed=t)
-        whole.grad = g.clone()
-        for p, x in zip(each, g, strict=True):
-            p.grad = x.clone()
-        opt.step()
-        other.step()
-    for name in KEPT:
-        assert torch.equal(opt.state[whole][name], torch.stack([other.state[p][name] for p in each]))
-
-
 def test_checkpoints_keep_bits_and_other_plans_are_converted(tmp_path: Path) -> None:
     p, opt = made(plans.int8, "reference")
     q, full = made(plans.fp32, "reference")

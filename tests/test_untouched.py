@@ -8,10 +8,9 @@ from optgen.driver import record_text, targets
 from optgen.driver.explain import explain
 from optgen.formats import Plan
 from optgen.formats.format import Format
-from optgen.lang import Spec, flag, hyper, nonneg, norm, optimizer, row, row_mean, sqrt, state, tensor_state
+from optgen.lang import Spec, flag, hyper, nonneg, optimizer, sqrt, state
 from optgen.lower import untouched
 from optgen.ops import dtypes
-from optgen.runtime.cpu import native
 from optgen.verify import lint
 from optgen.verify.differential import Trial
 from specs import plans
@@ -142,50 +141,6 @@ def test_a_constant_in_random_codes_is_refused_only_where_it_is_stored_again() -
     assert judged(resting, "start", codes.absolute()) == []
     assert judged(constant, "m", codes.absolute()) == []
     assert judged(constant, "m", codes) == ["L9"]
-
-
-@optimizer(cite="none", name="Kinds")
-def kinds(
-    p, g, rate=tensor_state(init=0.5), rows=row(init=2.0), m=state(), n=state(), *,
-    lr=hyper(1e-2, ge=0), k=hyper(3, ge=1), now=flag(every="k")
-):  # fmt: skip
-    """States of few values, and a moment, of every k-th step."""
-    if now:
-        rate = 0.9 * rate + 0.1 * norm(g)
-        rows = 0.9 * rows + row_mean(abs(g))
-        m = 0.9 * m + g
-    n = 0.9 * n + g
-    p = p - lr * (n * rate + m / rows)
-    return p, rate, rows, m, n
-
-
-@pytest.mark.parametrize("backend", ["cpp", "triton"])
-@pytest.mark.parametrize(
-    ("spec", "plan", "shape"),
-    [
-        (kinds, "int8_split24", (3, 2, 70)),
-        (resting, "lpmm4", (5, 15, 64)),
-        (resting, "int5_split24", (5, 70)),
-    ],
-    ids=lambda x: getattr(x, "name", str(x)),
-)  # fmt: skip
-def test_steps_that_leave_states_alone_are_those_of_the_reference(
-    spec: Spec, plan: str, shape: tuple[int, ...], backend: str
-) -> None:
-    if backend == "cpp" and native.compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    cls = optgen.compile(spec, plan=plan, maths="strict")
-    kept: list[dict[str, torch.Tensor]] = []
-    for by in ("reference", backend):
-        draw = torch.Generator().manual_seed(3)
-        p = torch.nn.Parameter(torch.randn(shape, generator=draw).bfloat16())
-        opt = cls([p], plan=plan, backend=by, k=2)
-        for _ in range(3):
-            p.grad = torch.randn(shape, generator=draw).bfloat16()
-            opt.step()
-        kept.append({"p": p.detach(), **{k: x for k, x in opt.state[p].items() if isinstance(x, torch.Tensor)}})
-    for name, x in kept[0].items():
-        assert harness.same_bits(x, kept[1][name]), name
 
 
 @optimizer(cite="none", name="FreshBase")
