@@ -301,7 +301,7 @@ def test_codes_get_stuck_as_counted(fmt: Any, decay: float) -> None:
 
 def test_what_keeps_0_is_what_is_seen_to() -> None:
     """By what formats are, and encoded for real: every format of the plans, those that have no 0 among them."""
-    found = {x for p in vars(plans).values() if isinstance(p, Plan) for x in (p.signed, p.nonneg, p.initial, p.small)}
+    found = {x for p in vars(plans).values() if isinstance(p, Plan) for x in (p.signed, p.nonneg, p.initial)}
     found |= {Codebook((-1.0, -0.25, 0.5, 1.0), 2), Blocked(8, 64, signed=False)}
     found |= {Fp8("e5m2")}
     seen = {fmt: fmt.keeps_zero() for fmt in found}

@@ -148,7 +148,7 @@ def for_every_size(name: str) -> Any:
     plan: Plan = getattr(plans, name)
     return Plan(
         plan.doc, name=f"{name}_every_size", master=plan.master, signed=plan.signed, nonneg=plan.nonneg,
-        initial=plan.initial, small=plan.small, small_numel=0, overrides=plan.overrides,
+        initial=plan.initial, small_numel=0, overrides=plan.overrides,
         discouraged=plan.discouraged or "measured",
     )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any, TypeGuard
 
 from optgen.base.errors import UserError
@@ -67,14 +66,7 @@ def check_part(fmt: Any, key: str, kind: type, want: str) -> None:
         raise refusal(fmt.loc, f"{type(fmt).__name__}({key}={got})", want)
 
 
-def as_pythons(value: object) -> str:
-    """Return the advice for a number that is none of Python's own: NumPy's, SymPy's, a fraction."""
-    if isinstance(value, (int, float)) or not isinstance(value, numbers.Real):
-        return ""
-    return ", as a number of Python's: " + ("int(x)" if isinstance(value, numbers.Integral) else "float(x)")
-
-
 def check_number(what: str, value: object, low: float, high: float, want: str, loc: Loc | None) -> None:
     """Raise UserError unless low <= value <= high, a finite number."""
     if not is_number(value) or not low <= value <= high:
-        raise refusal(loc, what, want + as_pythons(value))
+        raise refusal(loc, what, want)

@@ -153,7 +153,7 @@ class Plan:
                  a second moment that never becomes 0, its absolute twin elsewhere
     nonneg       states that are never negative
     initial      states that start as the weight: precise as weights, not as moments
-    small        every state of a tensor with fewer than small_numel elements (of the logical tensor)
+    small_numel  tensors of fewer elements (of the logical tensor) keep every state in fp32
     matrices     bits of matrix states: 8 for those of a trait and averages of low rank (OfMatrix), or 32
     overrides    state name -> format, before all of these; of small tensors in its form for vectors (Format.of_vectors)
     discouraged  why the plan exists although the lint finds an error; "": such a plan is refused
@@ -166,11 +166,11 @@ class Plan:
     signed: Format = floats.f32
     nonneg: Format = floats.f32
     initial: Format = floats.f32
-    small: Format = floats.f32
     small_numel: int = SMALL
     matrices: int = 32
     overrides: Mapping[str, Format] = field(default_factory=dict)
     discouraged: str = ""
+    small: Format = field(default=floats.f32, init=False)
     loc: Loc = field(default_factory=lambda: locs.of_frame(_first_frame_outside()), init=False)
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class Plan:
 
     def _check(self) -> None:
         self._check_words()
-        slots = {name: getattr(self, name) for name in ("signed", "nonneg", "initial", "small")}
+        slots = {name: getattr(self, name) for name in ("signed", "nonneg", "initial")}
         for slot, value in (slots | {f"overrides[{k!r}]": v for k, v in self.overrides.items()}).items():
             if not isinstance(value, Format):
                 raise self._not_a(slot, value, "one such as floats.bf16, Blocked() or LogMinMax()", Format)
@@ -190,7 +190,6 @@ class Plan:
             raise self._not_a("master", self.master, "one of those for weights, such as Native() or Split(8)", Master)
         for slot, fmt, what in (
             ("signed", self.signed, "it keeps the states of either sign"),
-            ("small", self.small, "it keeps every state of small tensors"),
             ("initial", self.initial, "it keeps states that start as the weight"),
         ):
             if not fmt.signed:
@@ -200,11 +199,8 @@ class Plan:
                     note=f"{what}, which may be negative: a negative value could not be told from a positive one",
                     hint="give it a signed format, or name the states that it is for in `overrides`",
                 )  # fmt: skip
-        for slot in ("small", "initial"):
-            if slots[slot].block > 1:
-                raise refusal(self.loc, "small or initial in blocks", "a format without blocks there")
-            if slots[slot].matrix is not None:
-                raise refusal(self.loc, f"{slot}={slots[slot]}", "a format that needs no rows and columns there")
+        if self.initial.block > 1 or self.initial.matrix is not None:
+            raise refusal(self.loc, f"initial={self.initial}", "a format without blocks, rows and columns there")
 
     def _check_words(self) -> None:
         name = "a Python name (not one such as __init__): it becomes a module"
