@@ -138,11 +138,33 @@ struct signed_stochastic : signed_fields {
     }
 };
 
-struct signed_nearest : signed_stochastic {
-    static constexpr int NOISE = 0, DRAWS = 0;
+struct signed_nearest : signed_fields {
+    static constexpr int LOOPS = 2, READS = 3;
+    I largest_of_block_kept[most_of(64) / 64];
 
-    using signed_stochastic::signed_stochastic;
-    using signed_stochastic::encode;
+    using signed_fields::signed_fields;
+    using Codec::blocks, Codec::head, Codec::tail;
+    struct Head_0 { I largest_of_block; };
+    Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
+    void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+        const F x_abs = abs(x);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs) + 0x7fffff, i, end);
+        return x;
+    }
+    void blocks(Loop<1>, int b) {
+        const I largest_of_block = largest(largest_of_block_kept + b);
+        const I top = max(I(0x7fffff), largest_of_block) - 0x7fffff;
+        const I up = max(I(0x4800000), top) + 32767;
+        const I up_2 = where(top < 0x7f800000, up, I(0x7fc00000));
+        const I divisor = min(I(0x7f7fffff), up_2 & 0x7fff8000);
+        const F divisor_mul = as_float(divisor) * 0.003937008f;
+        of_head_1.set(b, divisor_mul);
+        store(scale_at + b, up_2 >> 15);
+    }
+    struct Head_1 { F divisor_mul; };
+    OfBlocks<64, Head_1> of_head_1;
+    Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         store(code_at + i, bits(fma(x, 1.0f / fma(0.003937008f, abs(x), h.divisor_mul), 12583040.0f)));
         return x;
@@ -172,7 +194,9 @@ struct nonneg_fields : Codec {
     }
     In in(int b) const { return of_in[b]; }
     Product times(F c, const In &in, int i) const {
-        const F value = root(in, i);
+        const U8 code_code = raw(code_at + i);
+        const I piece = to_int(code_code);
+        const F value = as_float(in.middle_ + piece * in.step_);
         return {F(c), value * value};
     }
     F root(const In &in, int i) const {
@@ -238,11 +262,24 @@ struct nonneg_stochastic : nonneg_fields {
     }
 };
 
-struct nonneg_nearest : nonneg_stochastic {
-    static constexpr int NOISE = 0, DRAWS = 0;
+struct nonneg_nearest : nonneg_fields {
+    static constexpr int LOOPS = 2, ROOT_LOOP = 1, READS = 3;
+    static constexpr bool ROOTED = true;
+    I largest_of_block_kept[most_of(64) / 64], smallest_of_block_kept[most_of(64) / 64];
 
-    using nonneg_stochastic::nonneg_stochastic;
-    using nonneg_stochastic::blocks, nonneg_stochastic::head, nonneg_stochastic::encode;
+    using nonneg_fields::nonneg_fields;
+    using Codec::blocks, Codec::head, Codec::tail;
+    struct Head_0 { I largest_of_block, smallest_of_block; };
+    Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN), I(INT32_MAX)}; }
+    void tail(Loop<0>, const Head_0 &h, int b) {
+        largest_of_block_kept[b] = h.largest_of_block; smallest_of_block_kept[b] = h.smallest_of_block;
+    }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+        const I pattern = bits(x);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern + 0x7fffff, i, end);
+        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern & 0x7fffffff, i, end);
+        return x;
+    }
     void blocks(Loop<1>, int b) {
         const I largest_of_block = largest(largest_of_block_kept + b);
         const I smallest_of_block = smallest(smallest_of_block_kept + b);

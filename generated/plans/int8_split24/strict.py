@@ -121,7 +121,15 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
 
 @triton.jit
 def nonneg_decode(c, code_code, range_):
-    value = nonneg_root(code_code, range_)
+    header = range_.to(tl.int32)
+    first = header & 0xff00
+    start = (first << 14) + 0x20000000
+    start = tl.where(first == 0xff00, 0x7f000000, start)
+    cells = tl.maximum(header & 255, 4)
+    step = rint(tl.div_rn(4194304.0, cells.to(tl.float32))).to(tl.int32)
+    middle_ = tl.where(header == 0, 0, start + (step >> 1))
+    piece = code_code.to(tl.int32)
+    value = (beside(middle_) + piece * beside(step)).to(tl.float32, bitcast=True)
     return c, value * value
 
 

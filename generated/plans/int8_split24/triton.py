@@ -122,7 +122,15 @@ def signed_nearest(x, live, MASKED: tl.constexpr):
 
 @triton.jit
 def nonneg_decode(c, code_code, range_):
-    value = nonneg_root(code_code, range_)
+    header = range_.to(tl.int32)
+    first = header & 0xff00
+    start = (first << 14) + 0x20000000
+    start = tl.where(first == 0xff00, 0x7f000000, start)
+    cells = tl.maximum(header & 255, 4)
+    step = tl.fma(4194304.0, inverse(cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    middle_ = tl.where(header == 0, 0, start + (step >> 1))
+    piece = apart(code_code)
+    value = (beside(middle_) + piece * beside(step)).to(tl.float32, bitcast=True)
     return c, value * value
 
 
