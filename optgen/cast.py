@@ -46,7 +46,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *
         _check_plain(name, tensor, dtype)
     for tensor in cast.values():
         _cast(tensor, dtype, low_bits)
-    bits.carry(model)
+    bits.register(model)
     _set_boundaries(modules, kept_modules, dtype)
     return model
 

@@ -145,8 +145,6 @@ def changes(saved: dict[str, Any]) -> Iterator[tuple[str, Callable[[dict[str, An
                 yield f"{where}: one NaN", lambda s, n=number, k=key: poison(s, n, k, float("nan"))
                 if key.startswith("exp_avg_sq") or key.endswith("_scale"):
                     yield f"{where}: a negative one", lambda s, n=number, k=key: poison(s, n, k, -1.0)
-            elif key.endswith("_range"):
-                yield f"{where}: no header", lambda s, n=number, k=key: poison(s, n, k, -2)
     for key in saved["param_groups"][0]:
         if key not in ("param_names", "foreach", "fused", "capturable", "differentiable", "format", "backend", "seed"):
             yield f"group {key}: text", lambda s, k=key: s["param_groups"][0].update({k: "none"})

@@ -5,14 +5,11 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing  # tells ForkingPickler of tensors
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optgen import cast_model
 from optgen.optim import AdamW, ScheduleFreeAdamW
@@ -138,61 +135,24 @@ def test_a_cast_that_no_optimizer_meets() -> None:
     assert all(low_bits.ATTRIBUTE not in p.__dict__ for p in off.parameters())
 
 
-COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "saved whole": lambda m: through_file(m, weights_only=False),
-    "pickle, then deepcopy": lambda m: copy.deepcopy(pickle.loads(pickle.dumps(m))),
-    "to another process": lambda m: pickle.loads(bytes(ForkingPickler.dumps(m))),
-}
-
-
-@pytest.mark.parametrize("copier", COPIES)
-def test_copies_of_a_cast_model_start_from_the_same_weights(copier: str) -> None:
-    """And so do copies of its parts, of which no module keeps the bits."""
+@pytest.mark.parametrize("saved", [False, True])
+def test_pickles_of_a_cast_model_start_from_the_same_weights(saved: bool) -> None:
     model = Net()
     exact = {name: p.detach().clone() for name, p in trained(model)}
-    made = COPIES[copier](cast_model(model, torch.bfloat16))
+    both = cast_model(model, torch.bfloat16), still(model, "split32")
+    made, opt = through_file(both, weights_only=False) if saved else pickle.loads(pickle.dumps(both))
     assert made.head.weight is made.embed.weight
-    opt = still(made, "split32")
     zero_step(opt)
     assert alike(opt.master_weights(), exact)
     assert not any(low_bits.ATTRIBUTE in p.__dict__ for p in made.parameters())  # taken
     assert low_bits.ATTRIBUTE in model.body.weight.__dict__
-    both = nn.ModuleList([model.head, model.embed])
-    for part in (COPIES[copier](model.head), *COPIES[copier](both)):
-        assert torch.equal(low_bits.exact(part.weight), exact["embed.weight"])
 
 
-def test_a_parameter_that_goes_by_itself_has_no_low_bits() -> None:
+def test_copies_have_no_low_bits() -> None:
     model = cast_model(nn.Linear(8, 8), torch.bfloat16)
-    for made in (model.weight.clone(), copy.deepcopy(model.weight)):
+    for made in (model.weight.clone(), copy.deepcopy(model.weight), copy.deepcopy(model).weight):
         assert low_bits.exact(made) is None
     assert low_bits.exact(model.weight) is not None
-
-
-def test_a_conversion_that_would_swap_parameters_is_refused_until_a_step_took_their_bits() -> None:
-    model = cast_model(nn.Linear(8, 8), torch.bfloat16)
-    opt = still(model, "split32")
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with pytest.raises(RuntimeError, match="Couldn't swap"):
-            model.to(torch.float16)
-        zero_step(opt)
-        model.to(torch.float16)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert model.weight.dtype == torch.float16
-
-
-def test_an_optimizer_copied_before_its_first_step() -> None:
-    model = Net()
-    exact = {name: p.detach().clone() for name, p in trained(model)}
-    opt = still(cast_model(model, torch.bfloat16), "split32")
-    sent = pickle.loads(bytes(ForkingPickler.dumps(opt)))
-    for made in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt)), sent):
-        zero_step(made)
-        assert alike(made.master_weights(), exact)
 
 
 # -- from fp32 weights through a first step --------------------------------------------------------------------
@@ -335,8 +295,6 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "meta": (lambda s: s.update({"body.bias": s["body.bias"].to("meta")}), "[520], got one on the meta device"),
     "sparse": (lambda s: s.update({"body.bias": s["body.bias"].to_sparse()}), "got one of layout torch.sparse_coo"),
     "freed": (lambda s: s["body.bias"].untyped_storage().resize_(0), "[520], got one whose memory was freed"),
-    "fake": (lambda s: s.update({"body.bias": FakeTensorMode().from_tensor(s["body.bias"])}), "[520], got a fake one"),
-    "packed": (lambda s: s.update({"body.bias": torch.empty(520, dtype=torch.float4_e2m1fn_x2)}), "got float4_e2m1fn"),
 }  # fmt: skip
 
 
@@ -383,8 +341,6 @@ def freed(t: Tensor) -> Tensor:
 
 
 UNWRITABLE: dict[str, tuple[Callable[[Net], object], str]] = {
-    "view": (lambda m: m.register_buffer("wide", torch.zeros(1).expand(4)), "wide: the model's is an expanded view"),
-    "freed buffer": (lambda m: m.register_buffer("wide", freed(torch.zeros(4))), "wide: the model's is one whose"),
     "freed weight": (lambda m: freed(m.body.bias), "body.bias: the model's is one whose memory was freed"),
     "meta weight": (lambda m: m.body.to("meta"), "body.bias: the model's is one on the meta device"),
 }
@@ -394,12 +350,12 @@ UNWRITABLE: dict[str, tuple[Callable[[Net], object], str]] = {
 def test_what_torch_cannot_write_in_the_model_is_seen_before_the_rest_is_written(case: str) -> None:
     model = Net().bfloat16()
     spoil, text = UNWRITABLE[case]
-    saved = {name: t.clone() for name, t in Net(3).state_dict().items()} | {"wide": torch.ones(4)}
+    saved = {name: t.clone() for name, t in Net(3).state_dict().items()}
     before = {name: t.clone() for name, t in model.state_dict().items()}
     spoil(model)
     opt = AdamW(trained(model), plan="int8_split24")
     with pytest.raises(ValueError, match="nothing was loaded") as caught:
-        opt.load_master_state_dict(model, saved, strict=False)
+        opt.load_master_state_dict(model, saved)
     assert text in str(caught.value)
     found = model.state_dict()
     assert all(torch.equal(found[name], before[name]) for name in before.keys() - {"body.weight", "body.bias"})

@@ -530,7 +530,4 @@ def _field(name: str, f: format.Field) -> Field:
         width=bits if f.dtype.packed else 1,
         space=f.space,
         nonneg=f.nonneg and f.dtype.is_float,
-        least=f.least if f.most is not None else 0,
-        most=f.most,
-        low=f.low if f.most is not None else 0,
     )

@@ -47,8 +47,6 @@ class Field:
     space   "elem", or for one f32 per row, column, matrix or tensor: "row", "col", "mat", "tensor"; "axis": for one per
             index of each dimension that columns are made of
     nonneg  whether its numbers are never negative, as those of scales
-    least, most  between which its integers lie where they are not `zero`, read as unsigned ones; None: anywhere
-    low     bit k: whether the low byte of such an integer may be k; 0: all may
     """
 
     dtype: DType
@@ -56,9 +54,6 @@ class Field:
     zero: int | float = 0
     space: str = "elem"
     nonneg: bool = False
-    least: int = 0
-    most: int | None = None
-    low: int = 0
 
     @property
     def bytes_per_param(self) -> float:

@@ -103,8 +103,7 @@ class LogMax(PseudoLog):
         return (255 << 23) - 2 * self.step
 
     def fields(self) -> dict[str, Field]:
-        last = -((self.lowest - self.infinite) // self.step)
-        return narrow.fields(self.bits) | {"peak": Field(i16, self.block, least=self.codes, most=last)}
+        return narrow.fields(self.bits) | {"peak": Field(i16, self.block)}
 
     def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
         parts, start, code = self._encode(x, noise)

@@ -96,9 +96,7 @@ class LogMinMax(PseudoLog):
         return ((127 + 64) << 23) - (1 << (self.unit - 2) if self.bits > 6 else (1 << (self.unit - 1)) + 2)
 
     def fields(self) -> dict[str, Field]:
-        cells = {min((1 << self.bits) // units, 255) for units in range(1, self.most + 1)}
-        header = Field(i16, self.block, least=min(cells), most=255 << 8 | 255, low=sum(1 << count for count in cells))
-        return narrow.fields(self.bits) | {"range": header}
+        return narrow.fields(self.bits) | {"range": Field(i16, self.block)}
 
     def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
         parts, cells, start, code = self._encode(x, noise)

@@ -93,7 +93,7 @@ def load_checkpoint(path: Path_, optimizer: Checkpointed, model: nn.Module | Non
             bits = content["waiting"][places[id(p)]]
             if bits is not None and state_of(optimizer.state, p) is None:
                 low_bits.attach(p, copy.deepcopy(bits))
-        low_bits.carry(model)
+        low_bits.register(model)
     return copy.deepcopy(content["extra"])  # its tensors are still in the file
 
 

@@ -313,7 +313,7 @@ class Optimizer(Checkpointed):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
-        super().__setstate__({k: v for k, v in state.items() if k != low_bits.CARRIER})
+        super().__setstate__(state)
         for group in self.param_groups:
             if line := checkpoint.other_form(group):
                 raise ValueError(line)
@@ -469,12 +469,7 @@ class Optimizer(Checkpointed):
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_midway("copying")
-        found: dict[str, Any] = super().__getstate__()
-        found |= {"_rules": self._rules, "_blocks": self._blocks}
-        params = [entry.p for entry in self._entries()]
-        if any(low_bits.ATTRIBUTE in p.__dict__ for p in params):
-            found[low_bits.CARRIER] = low_bits.CopiedLowBits(params)
-        return found
+        return {**super().__getstate__(), "_rules": self._rules, "_blocks": self._blocks}
 
     # -- checkpoints ----------------------------------------------------------------------------------
 

@@ -658,7 +658,6 @@ class _Source:
         coded = [n for n in variant.states if not variant.is_plain(n) and n not in parted]
         read = layout.decode(plan, variant, p, made, coded) if coded else {}
         self._numbers(read, coded, variant.nonneg)
-        self._headers(made)
         return self._rounded(made)
 
     def _rounded(self, made: Mapping[str, Any]) -> Tensor | None:
@@ -688,17 +687,6 @@ class _Source:
             self._count(name, values[name].isnan(), "numbers", "NaN")
             if name in nonneg:
                 self._count(name, values[name] < 0, "numbers >= 0", "negative")
-
-    def _headers(self, made: Mapping[str, Any]) -> None:
-        """Check block headers for those that their format never writes."""
-        for f in self.variant.fields:
-            if f.most is not None:
-                kept = made[f.name]
-                value = kept.to(torch.int64) & ((1 << 8 * f.torch_dtype.itemsize) - 1)
-                fits = (value >= f.least) & (value <= f.most)
-                if f.low:
-                    fits &= torch.tensor([bool(f.low >> k & 1) for k in range(256)], device=value.device)[value & 255]
-                self._count(f.name, ~fits & (kept != f.zero), "headers of its blocks", "none")
 
     def _encode(self, made: dict[str, Any], arena: Arena, whole: Mapping[str, Tensor]) -> Tensor | None:
         """Encode dense states into `made`; returns the new values of p if its full weight is known.

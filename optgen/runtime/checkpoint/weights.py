@@ -169,49 +169,28 @@ def _laid_out(value: Any, target: Any) -> Any:
 
 
 def _problem(target: Tensor, value: Any, trained: bool) -> str:
-    """Describe a value that does not fit a tensor of the model, or a tensor that cannot be written; "" if it fits."""
+    """Describe a value that does not fit a tensor of the model, or a weight that cannot be written; "" if it fits."""
     if line := _misfit(target, value):
         return f"expected {state.kind(target)}, got {line}"
-    line = _unwritable(target, trained)
-    return line and f"the model's is {line}, which cannot be written"
+    without = checkpoint.without_values(sharding.local(target)) if trained else ""
+    return without and f"the model's is one {without}, which cannot be written"
 
 
 def _misfit(target: Tensor, value: Any) -> str:
     """Describe a value that does not fit or that torch cannot read; "" if it fits. Floating dtypes fit one another."""
     if not isinstance(value, Tensor):
         return f"{value!r:.80}"
-    # torch cannot copy pairs of codes to or from numbers
-    kinds = {(t.is_floating_point(), t.dtype is torch.float4_e2m1fn_x2) for t in (value, target)}
-    if value.shape != target.shape or len(kinds) > 1:
+    if value.shape != target.shape or value.is_floating_point() is not target.is_floating_point():
         return state.kind(value)
     if value.layout is not target.layout:
         return f"one of layout {value.layout}"
-    if state.is_fake(value) and not state.is_fake(target):
-        return "a fake one"
-    if sharding.is_sharded(value):
-        mesh: Any = getattr(value, "device_mesh", None)
-        if not sharding.is_sharded(target):
-            return f"a DTensor over {mesh}; full_tensor() makes it whole"
-        if mesh != getattr(target, "device_mesh", None):
-            return f"a DTensor over another mesh, {mesh}; full_tensor() makes it whole"
+    mesh, own = (getattr(t, "device_mesh", None) for t in (value, target))
+    if mesh is not None and mesh != own:
+        return f"a DTensor over {'another mesh, ' if own is not None else ''}{mesh}; full_tensor() makes it whole"
     if value.layout is torch.strided and not (value.is_meta and target.is_meta):
         without = checkpoint.without_values(sharding.local(value))
         return without and f"one {without}"
     return ""
-
-
-def _unwritable(target: Tensor, trained: bool) -> str:
-    """Describe a tensor of the model that torch cannot write; "" if it can.
-
-    trained   the optimizer trains it, and looks at what it writes; other tensors on the meta device are not written
-    """
-    target = sharding.local(target)
-    if target.layout is not torch.strided:
-        return ""
-    if target.numel() and any(s == 0 and n > 1 for n, s in zip(target.shape, target.stride(), strict=True)):
-        return "an expanded view"
-    without = checkpoint.without_values(target) if trained or not target.is_meta else ""
-    return without and f"one {without}"
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -264,7 +243,7 @@ def load(optimizer: Any, model: nn.Module, saved: Any, strict: bool) -> None:
         model.load_state_dict(rest, strict=False)
     for p, value in owned:
         put(*entries[id(p)], value)
-    low_bits.carry(model)
+    low_bits.register(model)
 
 
 @torch.no_grad()

@@ -282,8 +282,6 @@ class Field:
     matrix  the two dimensions that these are (layout.matrix_shape)
     shared  True for a part of a state with a value for each element that has fewer entries
     nonneg  True if none of its floats is negative; of a state's first field: if no value of the state is
-    least, most  the range of its integers, read as unsigned ones, where they are not `zero` (4, 65535); None: any
-    low     a mask of the low bytes of such an integer: bit k is 1 if it may be k; 0: any
     rank    of matrices of low rank: the hyper-parameter that is the rank, or the number for one group (`in_blocks`); a
             matrix of fewer rows or columns has as many
     part    of a matrix state: "" for all of it, "lower" half of its entries, "diagonal" these alone, "scale" one entry
@@ -300,9 +298,6 @@ class Field:
     matrix: Matrix = "last"
     shared: bool = False
     nonneg: bool = False
-    least: int = 0
-    most: int | None = None
-    low: int = 0
     rank: str | int = 0
     part: str = ""
 

@@ -124,13 +124,11 @@ MATRICES = {
         "symmetric",
         (
             Field("codes", "int8", part="lower"),
-            Field("scale", "int16", part="lower scale", most=0xFEFF),
+            Field("scale", "int16", part="lower scale"),
             Field("diagonal", "float32", part="diagonal"),
         ),
     ),
-    "orthogonal": FormatRecord(
-        "orthogonal", (Field("codes", "int8"), Field("scale", "int16", part="scale", most=0xFEFF))
-    ),
+    "orthogonal": FormatRecord("orthogonal", (Field("codes", "int8"), Field("scale", "int16", part="scale"))),
 }
 NEAREST = MATRICES | {"triangular": replace(MATRICES["symmetric"], codec="triangular")}
 """Trait of a matrix state -> how plans of `matrices=8` that round to nearest keep it."""
@@ -140,7 +138,7 @@ MATRICES |= {
     "low_rank": replace(MATRICES["orthogonal"], codec="low_rank", noise=24, relative=True),
     "low_rank_nonneg": FormatRecord(
         "low_rank_nonneg",
-        (Field("codes", "int8"), Field("ends", "int16", part="ends", least=0x4000, most=0xBEE1)),
+        (Field("codes", "int8"), Field("ends", "int16", part="ends")),
         noise=24,
         positive=True,
     ),

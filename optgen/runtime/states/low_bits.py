@@ -1,14 +1,14 @@
 """The bits that a weight lost when it was cast to 16 bits, kept beside it until an optimizer takes them.
 
 They are an attribute of the Parameter, a dict of plain tensors and an int: pickled with it, freed with it, and neither
-a buffer nor an entry of a state dict. Each element has an int16, the distance of its fp32 pattern from that of the
-rounded weight; distances that do not fit (ties, fp16 subnormals) are listed separately. A checksum of the weight tells
-whether another one was written since; the low bits then count for nothing.
+a buffer nor an entry of a state dict. torch omits them where it deep-copies a Parameter. Each element has an int16, the
+distance of its fp32 pattern from that of the rounded weight; distances that do not fit (ties, fp16 subnormals) are
+listed separately. A checksum of the weight tells whether another one was written since; the low bits then count for
+nothing.
 """
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from optgen.runtime.layout import sharding
 
 ATTRIBUTE = "_optgen_low_bits"
-CARRIER = "_optgen_low_bits_of"
 
 NARROW = frozenset({torch.bfloat16, torch.float16})
 """Dtypes of weights that leave bits behind."""
@@ -29,11 +28,8 @@ ODD = 6364136223846793005  # the multiplier of Knuth's MMIX generator; products 
 CHUNK = 2**24
 """The number of elements worked on at a time, which bounds temporaries to 128 MiB each."""
 
-_carrying: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The models with a Carrier: parameters do not say which model they belong to."""
-
-_holders: dict[int, weakref.ref[Tensor]] = {}
-"""References to parameters with bits: torch refuses to swap a tensor that has one, which would take its bits away."""
+_cast: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
+"""The ids of the parameters with bits of each model that was cast: parameters do not say which model they belong to."""
 
 
 def keep(p: Tensor, exact: Tensor) -> None:
@@ -59,8 +55,6 @@ def keep(p: Tensor, exact: Tensor) -> None:
 
 def attach(p: Tensor, kept: dict[str, Any]) -> None:
     setattr(p, ATTRIBUTE, kept)
-    key = id(p)
-    _holders[key] = weakref.ref(p, lambda _: _holders.pop(key, None))
 
 
 def exact(p: Tensor) -> Tensor | None:
@@ -78,7 +72,6 @@ def exact(p: Tensor) -> Tensor | None:
 
 def drop(p: Tensor) -> None:
     p.__dict__.pop(ATTRIBUTE, None)
-    _holders.pop(id(p), None)
 
 
 def checksum(p: Tensor) -> int:
@@ -100,93 +93,31 @@ def _pieces(p: Tensor, wide: Tensor, low: Tensor) -> Iterator[tuple[int, Tensor,
         yield start, a, b, c
 
 
-class Carrier:
-    """The low bits of a module's parameters, copied with it when it is deep-copied or sent to another process.
-
-    torch then copies parameters without their attributes.
-
-    ids      of the parameters that had bits when the module was cast
-    warned   True if a warning has said that some were left behind
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self.ids = frozenset(id(p) for p in module.parameters() if ATTRIBUTE in p.__dict__)
-        self.warned = False
-
-    def _kept(self) -> tuple[nn.Module | None, list[Tensor], list[dict[str, Any]]]:
-        """Return the module, its parameters that have bits, and these."""
-        module = self._module()
-        params = [] if module is None else [p for p in module.parameters() if ATTRIBUTE in p.__dict__]
-        return module, list(params), [p.__dict__[ATTRIBUTE] for p in params]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Carrier | None:
-        module, params, bits = self._kept()
-        return _carrier(copy.deepcopy(params, memo), copy.deepcopy(bits, memo), memo.get(id(module)))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        module, params, bits = self._kept()
-        return _carrier, (params, bits, module)
-
-
-def _carrier(params: list[Tensor], kept: list[dict[str, Any]], module: nn.Module | None = None) -> Carrier | None:
-    """Give copies of parameters their bits; return the Carrier of the module's copy, if there is a module."""
-    for p, own in zip(params, kept, strict=True):
-        attach(p, own)
-    if not isinstance(module, nn.Module):
-        return None
-    made = Carrier.__new__(Carrier)
-    made._module, made.ids, made.warned = weakref.ref(module), frozenset(map(id, params)), False
-    return made
-
-
-class CopiedLowBits:
-    """The low bits of an optimizer's parameters, while it is copied."""
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        self._params = [p for p in params if ATTRIBUTE in p.__dict__]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        _carrier(copy.deepcopy(self._params, memo), copy.deepcopy([p.__dict__[ATTRIBUTE] for p in self._params], memo))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _carrier, (self._params, [p.__dict__[ATTRIBUTE] for p in self._params])
-
-
-def carry(module: nn.Module) -> None:
-    """Let copies of the module, and of each of its parts, keep the bits of its parameters."""
-    for part in module.modules():
-        part.__dict__.pop(CARRIER, None)
-        carrier = Carrier(part)
-        if carrier.ids:
-            part.__dict__[CARRIER] = carrier
-    if CARRIER in module.__dict__:
-        _carrying.add(module)
+def register(model: nn.Module) -> None:
+    """Note which parameters of a model have bits, so that sharding, which replaces them, is noticed."""
+    _cast.pop(model, None)
+    if ids := frozenset(id(p) for p in model.parameters() if ATTRIBUTE in p.__dict__):
+        _cast[model] = ids
 
 
 def sharded_models(params: Iterable[Tensor]) -> list[nn.Module]:
-    """Return the models that have bits kept and that these parameters belong to, if these are sharded."""
+    """Return the models that were registered and that these parameters belong to, if these are sharded."""
     own = {id(p) for p in params if _is_part(p)}
-    return [m for m in list(_carrying) if any(id(p) in own for p in m.parameters())] if own else []
+    return [m for m in list(_cast) if any(id(p) in own for p in m.parameters())] if own else []
 
 
 def _is_part(p: Tensor) -> bool:
     return sharding.is_sharded(p) or bool(getattr(p, "_fsdp_flattened", False))
 
 
-def lost(module: nn.Module) -> int:
-    """Return how many parameters with bits were replaced when the module was sharded; 0 if that was said already.
+def lost(model: nn.Module) -> int:
+    """Return how many parameters with bits were replaced when the model was sharded; 0 if that was said already.
 
-    Parameters of a module that is not sharded may have been replaced by other weights (a new head, an assigned state
+    Parameters of a model that is not sharded may have been replaced by other weights (a new head, an assigned state
     dict), to which the bits never belonged.
     """
-    params = list(module.parameters())
+    params = list(model.parameters())
     if not any(_is_part(p) for p in params):
         return 0
-    own, found = {id(p) for p in params}, set[int]()
-    for part in module.modules():
-        carrier = part.__dict__.get(CARRIER)
-        if isinstance(carrier, Carrier) and not carrier.warned and (orphans := carrier.ids - own):
-            carrier.warned = True
-            found |= orphans
-    return len(found)
+    found = set[int]().union(*(_cast.pop(part, ()) for part in list(model.modules())))
+    return len(found.difference(map(id, params)))
