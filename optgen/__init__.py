@@ -6,7 +6,6 @@
     optgen.cast_model(model, torch.bfloat16)                 a 16-bit model for it
     optgen.StableEmbedding(...)                              an embedding whose optimizer states stay in fp32
     optgen.keep_states_fp32(module)                          the same for any module
-    optgen.attention_heads(model.named_parameters(), 32)     blocks for Adam-mini
     optgen.save_checkpoint(path, opt, model)                 one file, whole or not at all; load_checkpoint
     optgen.SAM(opt, rho=0.05)                                sharpness-aware steps around any optimizer
 
@@ -15,13 +14,13 @@
 
 __version__ = "0.2.0"
 __all__ = [
-    "SAM", "StableEmbedding", "__version__", "attention_heads", "cast_model", "compile", "keep_states_fp32",
+    "SAM", "StableEmbedding", "__version__", "cast_model", "compile", "keep_states_fp32",
     "list_rules", "load_checkpoint", "make", "save_checkpoint",
 ]  # fmt: skip
 
 
 _HOMES = {
-    "SAM": "runtime.sharpness", "StableEmbedding": "embedding", "attention_heads": "runtime.options.blocks",
+    "SAM": "runtime.sharpness", "StableEmbedding": "embedding",
     "cast_model": "cast", "compile": "driver.compile", "keep_states_fp32": "runtime.records.fp32_modules",
     "list": "by_name", "list_rules": "by_name", "load_checkpoint": "runtime.files", "make": "by_name",
     "save_checkpoint": "runtime.files",

@@ -8,7 +8,6 @@ from optgen.driver.compile import compile as compile
 from optgen.embedding import StableEmbedding as StableEmbedding
 from optgen.runtime.files import load_checkpoint as load_checkpoint
 from optgen.runtime.files import save_checkpoint as save_checkpoint
-from optgen.runtime.options.blocks import attention_heads as attention_heads
 from optgen.runtime.records.fp32_modules import keep_states_fp32 as keep_states_fp32
 from optgen.runtime.sharpness import SAM as SAM
 

@@ -19,8 +19,7 @@ def adam_mini(
 ):
     """AdamW whose second moment is that of a block's mean square: of an output neuron, or of a whole tensor.
 
-    blocks={"*.q_proj.weight": heads, "*.k_proj.weight": heads} makes it one of an attention head; see
-    optgen.attention_heads.
+    blocks={"*.q_proj.weight": heads, "*.k_proj.weight": heads} makes it one of an attention head.
     """
     beta1, beta2 = betas
     p = decoupled(p, lr, weight_decay)

@@ -58,7 +58,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "warm-up": lambda opt: lr_scheduler.LambdaLR(opt, lambda k: min(1.0, k / 3)),
     "restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 3),
     "one cycle": lambda opt: lr_scheduler.OneCycleLR(
-        opt, max_lr=0.02, total_steps=1000, cycle_momentum=not {"momentum", "betas"}.isdisjoint(opt.defaults)
+        opt, max_lr=0.02, total_steps=1000, cycle_momentum="betas" in opt.defaults or bool(opt.defaults.get("momentum"))
     ),
     "plateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0, factor=0.5),
 }
@@ -116,14 +116,13 @@ REFUSED: dict[str, Callable[[Any, Any], object]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """The arguments of an optimizer; `fused` is given to the subject alone."""
+    """The arguments of an optimizer."""
 
     rule: str
     plan: str = "fp32"
     dtype: str = "float32"
     backend: str = "reference"
     named: bool = True
-    fused: bool = False
 
 
 @dataclass
@@ -287,7 +286,7 @@ class Machine(RuleBasedStateMachine):
         self.frozen, self.handles, self.bound, self.kind = set[str](), list[Any](), False, ""
         draw = torch.Generator().manual_seed(seed)
         values = {name: torch.randn(s, generator=draw).to(getattr(torch, cell.dtype)) for name, s in shapes.items()}
-        self.twin, self.subject = self.made(values), self.made(values, fused=cell.fused or None)
+        self.twin, self.subject = self.made(values), self.made(values)
 
     def made(self, values: Mapping[str, Tensor], shuffled: int = 0, **options: Any) -> Run:
         """Make a model of these values and an optimizer; in another order of groups and names where asked."""
@@ -427,7 +426,7 @@ class Machine(RuleBasedStateMachine):
     def scaled(self, seed: int, power: int = 2, infinite: bool = False, lacking: int = 0) -> None:
         """Make a step by a GradScaler, which leaves out one with an infinity."""
         found = self.gradients(seed, lacking)
-        if not found or (infinite and self.inputs) or (self.bound and self.cell.fused):
+        if not found or (infinite and self.inputs):
             return
         self.feed()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**power)
@@ -458,7 +457,8 @@ class Machine(RuleBasedStateMachine):
     def set_number(self, key: str, form: str, group: int, value: int) -> None:
         groups = self.subject.opt.param_groups
         chosen, number = groups[group % len(groups)], NUMBERS[key][value % len(NUMBERS[key])]
-        if key in chosen and np.shape(plain(chosen[key])) == np.shape(number):
+        begins = key == "momentum" and not chosen.get(key)  # which is refused after a step
+        if key in chosen and not begins and np.shape(plain(chosen[key])) == np.shape(number):
             chosen[key] = FORMS[form](number) if isinstance(number, float) else number
             self.mirror()
 

@@ -20,7 +20,6 @@ from optgen.ops import dtypes
 from optgen.optim import AdamMini, Muon
 from optgen.runtime import Optimizer
 from optgen.runtime.layout import sharded_states, sharding
-from optgen.runtime.options.blocks import attention_heads
 from optgen.verify.differential import Values, enclose
 from optgen.verify.intervals import Interval
 from tests.harness import plan_of, same_bits, spec_of
@@ -143,9 +142,8 @@ def test_the_authors_optimizer_and_ours_lie_in_one_enclosure(monkeypatch: pytest
     options = {"lr": 3e-3, "betas": (0.8, 0.97), "eps": 1e-8, "weight_decay": 0.07}
     decayed = [(name, p) for name, p in model.named_parameters() if "norm" not in name]  # they leave norms alone
     norms = [(name, p) for name, p in model.named_parameters() if "norm" in name]
-    heads = attention_heads(model.named_parameters(), HEADS, KV_HEADS)
     groups = [{"params": decayed}, {"params": norms, "weight_decay": 0.0}]
-    ours = AdamMini(groups, blocks={**heads, "mixing": 1}, plan="fp32", **options)
+    ours = AdamMini(groups, blocks=BLOCKS, plan="fp32", **options)
     theirs = Adam_mini(exact.named_parameters(), dim=DIM, n_heads=HEADS, n_kv_heads=KV_HEADS, verbose=False, **options)
     counts = {"attn.q_proj.weight": HEADS, "attn.k_proj.weight": KV_HEADS, "mixing.weight": 1}
     carried: dict[str, dict[str, Interval]] = {}
@@ -176,23 +174,6 @@ def test_the_authors_optimizer_and_ours_lie_in_one_enclosure(monkeypatch: pytest
             moved.append((p - before[name]).abs().flatten())
     # Narrow enough to tell one partition from another: a small part of a step.
     assert float(torch.cat(width).median()) < 0.01 * float(torch.cat(moved).median())
-
-
-def test_heads_are_found_by_their_names() -> None:
-    model = net()
-    assert attention_heads(model.named_parameters(), HEADS, KV_HEADS) == {
-        "attn.q_proj.weight": HEADS, "attn.k_proj.weight": KV_HEADS
-    }  # fmt: skip
-    assert set(attention_heads(model.named_parameters(), HEADS).values()) == {HEADS}
-    assert optgen.attention_heads is attention_heads
-    adapted = [f"attn.q_proj.{part}.weight" for part in ("base_layer", "lora_A.default", "lora_B.default")]
-    assert set(attention_heads([(name, torch.zeros(4, 4)) for name in adapted], 2)) == {adapted[0]}
-    with pytest.raises(ValueError, match="no matrix is called as those of queries or keys"):
-        attention_heads([(name, torch.zeros(4, 4)) for name in adapted[1:]], 2)
-    with pytest.raises(ValueError, match="no matrix is called as those of queries or keys"):
-        attention_heads([("mlp.weight", torch.zeros(4, 4)), ("q_proj.bias", torch.zeros(4))], 2)
-    with pytest.raises(ValueError, match=r"'h.0.attn.c_attn.weight' makes queries, keys and values"):
-        attention_heads([("h.0.attn.c_attn.weight", torch.zeros(4, 12))], 2)
 
 
 # -- how they are said, and kept --------------------------------------------------------------------------------------
@@ -254,26 +235,6 @@ def test_a_group_that_was_given_rules_later_is_refused_before_anything_changes()
         with pytest.raises(error, match="blocks"):
             train(opt, model, grads)
         assert not opt.state and all(same_bits(p, start[name]) for name, p in model.state_dict().items())
-
-
-@pytest.mark.parametrize("way", ["state_dict", "file"])
-def test_a_run_goes_on_as_it_would_have(way: str, tmp_path: Path) -> None:
-    """The record of blocks travels with the states, and wins over what the optimizer was made with."""
-    model = net().bfloat16()
-    grads = gradients(model, 4)
-    opt = AdamMini(model.named_parameters(), lr=1e-2, blocks=BLOCKS)
-    train(opt, model, grads[:2])
-    other = copy.deepcopy(model)
-    again = AdamMini(other.named_parameters(), lr=1e-2, blocks={"*.q_proj.weight": 2})
-    if way == "file":
-        optgen.save_checkpoint(tmp_path / "run.pt", opt, model)
-        optgen.load_checkpoint(tmp_path / "run.pt", again, other)
-    else:
-        again.load_state_dict(opt.state_dict())
-    assert again.param_groups[0]["blocks"] == opt.param_groups[0]["blocks"]
-    train(opt, model, grads[2:])
-    train(again, other, grads[2:])
-    same(opt, again)
 
 
 def test_checkpoints_of_other_blocks_and_plans(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Steps counted on the device (capturable=True, and fused=True under a GradScaler), in Triton's interpreter.
+"""Steps counted on the device (capturable=True), in Triton's interpreter.
 
 The launches are the ones that a GPU gets; tensors lie on the CPU.  What is compared bit by bit are kernels that take
 equal fp32 scalars: the host's fp64 powers and logarithms are the C library's, the device's are torch's, and they may
@@ -7,7 +7,6 @@ differ in the last place of fp64.
 
 import copy
 import json
-import math
 import os
 import pickle
 import sys
@@ -85,14 +84,14 @@ def shapes_of(cls: type[Optimizer]) -> list[tuple[int, ...]]:
 # -- the arithmetic ---------------------------------------------------------------------------------------------
 @triton.jit
 def key_of(words, out):
-    tl.store(out, device_steps.step_key(tl.load(words), tl.load(words + 2)))
+    tl.store(out, device_steps.step_key(tl.load(words), tl.load(words + 1)))
 
 
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**63 + 7])
 def test_keys_of_a_device_are_the_hosts(seed: int) -> None:
     out = torch.zeros(1, dtype=torch.int32)
     for step in (1, 2, 1000, 2**31, 2**40):
-        key_of[(1,)](torch.tensor([step, 0, keys.stream_of_steps(seed)]), out)
+        key_of[(1,)](torch.tensor([step, keys.stream_of_steps(seed)]), out)
         assert out.item() == keys.step_key(seed, step)
 
 
@@ -153,19 +152,16 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize("with_scaler", [False, True])
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_nothing_is_read_on_the_way(
-    name: str, options: dict[str, Any], with_scaler: bool, short: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cls = class_of(name, options["plan"])
     launched: list[object] = []
     monkeypatch.setattr(compiled, "start", lambda kernel, *_, **__: launched.append(kernel))
-    opt = trained(cls, 0, capturable=True, fused=with_scaler, lr=torch.tensor(1e-3), **options)
+    opt = trained(cls, 0, capturable=True, lr=torch.tensor(1e-3), **options)
     for step in range(3):
         give(params_of(opt), step)
-        if with_scaler:
-            opt.grad_scale, opt.found_inf = torch.tensor(8.0), torch.tensor(0.0)  # type: ignore[attr-defined]
         if not short:
             opt._stepper.plans.forget()
         with Reads() if step else nullcontext():
@@ -179,13 +175,6 @@ def written_by_the_user(opt: Optimizer, count: Tensor) -> None:
     count.add_(37)
 
 
-def skipped_by_a_scaler(opt: Optimizer, count: Tensor) -> None:
-    opt.grad_scale, opt.found_inf = torch.tensor(1.0), torch.tensor(1.0)  # type: ignore[attr-defined]
-    give(params_of(opt), 50)
-    opt.step()
-    opt.grad_scale = opt.found_inf = None  # type: ignore[attr-defined]
-
-
 def captured(opt: Optimizer, count: Tensor) -> None:
     """Write the tensors as a graph does between steps of the host, without moving their versions."""
     with capture():
@@ -194,9 +183,9 @@ def captured(opt: Optimizer, count: Tensor) -> None:
     torch.from_numpy(count.numpy())[()] = 20  # numpy shares the memory, not the version
 
 
-@pytest.mark.parametrize("change", [written_by_the_user, skipped_by_a_scaler, captured])
+@pytest.mark.parametrize("change", [written_by_the_user, captured])
 def test_counts_that_something_else_has_changed_are_followed(change: Any) -> None:
-    opt = trained(AdamW, 4, plan="fp32", capturable=True, fused=True)
+    opt = trained(AdamW, 4, plan="fp32", capturable=True)
     count = opt.state[params_of(opt)[0]]["step"]
     assert opt._stepper.plans.kept
     change(opt, count)
@@ -204,7 +193,7 @@ def test_counts_that_something_else_has_changed_are_followed(change: Any) -> Non
         plain = AdamW(copies(opt), plan="fp32", backend="triton")
         plain.load_state_dict(opt.state_dict())
         for group in plain.param_groups:
-            group["capturable"] = group["fused"] = None
+            group["capturable"] = None
         for one in (opt, plain):
             give(params_of(one), step)
             one.step()
@@ -449,95 +438,6 @@ def test_the_kernel_around_a_kernel_compiles_as_it_is_launched(compiling: dict[s
     version, found = json.loads(python(LAUNCHED, env=env))
     assert (version == triton.__version__) != oldest or triton.__version__.startswith("3.6.")
     assert found == [[1, True, True], [2, False, True], [2, False, True]]
-
-
-# -- GradScaler ------------------------------------------------------------------------------------------------------
-def scaled(opt: Optimizer, scale: float, found: float) -> None:
-    opt.grad_scale, opt.found_inf = torch.tensor(scale), torch.tensor(found)  # type: ignore[attr-defined]
-    opt.step()
-    del opt.grad_scale, opt.found_inf  # type: ignore[attr-defined]
-
-
-BACKENDS = ("reference", "triton", "cpp")
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "backend"),
-    [
-        *((*rule, "triton") for rule in RULES if rule[0] != "RAdam" and rule[1]["plan"] != "bf16_sr"),
-        *((*rule, backend) for rule in (RULES[0], RULES[4]) for backend in ("reference", "cpp")),  # the host skips
-    ],
-)
-def test_scaled_gradients_and_skipped_steps(name: str, options: dict[str, Any], backend: str) -> None:
-    """A scale of 2^k leaves every bit as it is, and a step with an infinity changes none."""
-    cls = class_of(name, options["plan"])
-    plain = trained(cls, backend=backend, **options)
-    opt = trained(cls, 0, backend=backend, fused=True, **options)
-    for step in range(STEPS):
-        give(params_of(opt), step, 1024.0)
-        scaled(opt, 1024.0, 0.0)
-        before = everything(opt)
-        give(params_of(opt), 50 + step, 1024.0)
-        params_of(opt)[0].grad.view(-1)[3] = math.inf
-        scaled(opt, 1024.0, 1.0)
-        assert everything(opt) == before
-    assert everything(opt) == everything(plain)
-    assert training.has_plan(opt) == (backend != "reference")  # which divides and skips, too
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("fused", [False, True])
-def test_with_torch_s_scaler(backend: str, fused: bool) -> None:
-    """The default protocol and the one in the kernels give the same bits, and skip the same step."""
-    params = parameters(torch.float32)
-    opt = AdamW(params, plan="fp32", backend=backend, fused=fused)
-    assert opt._step_supports_amp_scaling == fused
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
-    plain = AdamW(parameters(torch.float32), plan="fp32", backend=backend)
-    for step in (0, 1, 3):
-        give(params_of(plain), step)
-        plain.step()
-    for step in range(4):
-        opt.zero_grad()
-        give(params, step)
-        for p in params:
-            p.grad.mul_(scaler.get_scale())
-        scaler.scale(torch.ones(()))
-        if step == 2:
-            params[1].grad[0, 0] = math.inf
-        scaler.step(opt)
-        scaler.update()
-        assert not hasattr(opt, "found_inf")
-    assert scaler.get_scale() == 128.0
-    assert everything(opt) == everything(plain)
-    opt.step()  # without it: what was counted on the device still is
-    assert isinstance(opt.state[params[0]]["step"], Tensor) == (fused and backend == "triton")
-
-
-def test_unscaled_by_hand_and_clipped_under_fused() -> None:
-    params = parameters(torch.float32)
-    opt = AdamW(params, plan="fp32", backend="reference", fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    scaler.scale(torch.ones(()))
-    give(params, 0, 64.0)
-    scaler.unscale_(opt)
-    nn.utils.clip_grad_norm_(params, 0.5)
-    scaler.step(opt)
-    other = parameters(torch.float32)
-    plain = AdamW(other, plan="fp32", backend="reference")
-    give(other, 0)
-    nn.utils.clip_grad_norm_(other, 0.5)
-    plain.step()
-    assert everything(opt) == everything(plain)
-
-
-def test_copies_and_groups_keep_what_the_scaler_asks() -> None:
-    opt = AdamW(parameters(), fused=True)
-    assert opt.param_groups[0]["fused"] is True
-    for other in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
-        assert other._step_supports_amp_scaling
-    assert "fused" not in AdamW(parameters(), fused=False).param_groups[0]
-    assert "capturable" not in AdamW(parameters()).defaults
 
 
 def test_a_graph_of_what_ranks_agree_on_is_refused() -> None:

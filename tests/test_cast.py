@@ -166,7 +166,7 @@ def test_a_dtensor_whose_part_has_another_dtype_is_not_stepped() -> None:
     params = [nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])) for _ in range(2)]
     params[1].data = params[1].data.bfloat16()
     assert (params[1].dtype, params[1].to_local().dtype) == (torch.bfloat16, torch.float32)
-    opt = AdamW(params, plan={"float32": "fp32", "bfloat16": "fp32_master"})
+    opt = AdamW(params, plan="fp32_master")
     for p in params:
         p.grad = DTensor.from_local(torch.ones(4, 4, dtype=p.dtype), mesh, [Shard(0)])
     with pytest.raises(RuntimeError, match=r"parameter 1 .* is a DTensor of bfloat16, but its part .* is float32"):

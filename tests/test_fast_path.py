@@ -290,17 +290,3 @@ def test_step_counts_that_users_read() -> None:
     assert is_short(opt)
     assert [type(entry["step"]) for entry in opt.state_dict()["state"].values()] == [int] * len(SHAPES)
     assert everything(opt) == everything(trained("reference", steps=300))
-
-
-def test_a_backend_that_changes_between_steps() -> None:
-    pytest.importorskip("triton")
-    opt = optgen.optim.AdamW(training.parameters([(3, 5)]), lr=0.1, plan="fp32")
-    (p,) = params_of(opt)
-    for step, backend in enumerate(["cpp", "triton", "cpp", "cpp", "reference", "triton"], 1):
-        opt.param_groups[0]["backend"] = backend
-        before = p.detach().clone()
-        p.grad = torch.ones(3, 5)
-        opt.step()
-        assert bool((p < before - 0.05).all())
-        assert opt.state[p]["step"] == step
-        assert not (is_short(opt) and backend == "reference")

@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 def ready(seed: int = 0, steps: int = 2, plan: str = "int8_split24", cls: Any = AdamW) -> tuple[Net, Any]:
     model = cast_model(Net(seed), torch.bfloat16)
-    opt = cls(model.named_parameters(), lr=0.01, plan={"bfloat16": plan, "float32": "fp32"}, seed=seed)
+    opt = cls(model.named_parameters(), lr=0.01, plan=plan, seed=seed)
     train(opt, range(steps))
     return model, opt
 

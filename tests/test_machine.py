@@ -35,7 +35,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 CELLS: dict[str, st.SearchStrategy[Cell]] = {
     "reference": st.builds(
         Cell, st.sampled_from(RULES), st.sampled_from(PLANS), st.sampled_from(DTYPES), named=st.booleans(),
-        fused=st.booleans(),
     ),
     "kept": st.builds(
         Cell, st.sampled_from(["schedule_free_adamw", "adafactor", "ema(adamw)", "averaged(sgd)"]),
@@ -44,11 +43,10 @@ CELLS: dict[str, st.SearchStrategy[Cell]] = {
     "peer": st.builds(Cell, st.sampled_from([*Peer.RULES]), named=st.booleans()),
     "cpp": st.builds(
         Cell, st.sampled_from(["adamw", "lamb"]), st.just("int8_split24"), st.just("bfloat16"), st.just("cpp"),
-        named=st.booleans(), fused=st.booleans(),
+        named=st.booleans(),
     ),
     "triton": st.builds(
         Cell, st.just("lion"), st.sampled_from(["fp32", "int8_split24"]), st.just("bfloat16"), st.just("triton"),
-        fused=st.booleans(),
     ),
 }  # fmt: skip
 """What is drawn of each kind; kernels of few rules, since they take seconds to compile and to interpret."""
@@ -88,19 +86,12 @@ def test_for_as_many_minutes_as_asked() -> None:
 EDIT = ("edit", {"kind": "zeros", "way": "copy_", "which": 0, "seed": 1})
 STEP = ("backward", {"seed": 1})
 REPLAYS: list[tuple[Cell, int, list[tuple[str, Any]]]] = [
-    (  # in one group steps counted on the device, and steps counted on the host
-        Cell("lion", "fp32", "bfloat16", "triton", fused=True),
-        1,
-        [("scaled", {"seed": 3, "lacking": 2}), ("train", {"seed": 1, "count": 2})],
-    ),
     # a gradient of another dtype for the copy of a weight in host memory
     (
         Cell("adamw", "int8_split24", "bfloat16", "cpp"),
         1,
         [("offloaded", {"on": True}), ("step", {"seed": 1, "form": "float32"})],
     ),
-    # an average of weights while a momentum that was 0 is to begin
-    (Cell("averaged(sgd)"), 1, [("step", {"seed": 1}), ("scheduler", {"kind": "one cycle"}), ("evaluation", {})]),
     # low bits of a weight that is set to 0
     *(
         (Cell("adamw", "int8_split24", "bfloat16", backend), 1, [("train", {"seed": 1, "count": 2}), EDIT])

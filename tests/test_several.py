@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import optgen
 from optgen.base.errors import UserError
@@ -83,36 +82,6 @@ def test_inputs_go_to_the_rules_that_have_them_and_functions_choose_parameters()
     train(net, [opt], 2)
     assert [opt.state[p].get("hessian_fed") for p in (w, low, other)] == [2.0, 2.0, None]
     assert [len(part.state) for part in opt.parts.values()] == [3, 1, 2]  # a lookup adds no entry to another's states
-
-
-@pytest.mark.parametrize("way", ["state_dict", "file", "distributed", "copy"])
-def test_a_run_goes_on_exactly(way: str, tmp_path: Path) -> None:
-    net = model()
-    opt: Any = optgen.make(RULES, net, plan="int8_split24", **COMMON)
-    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
-    train(net, [opt], 3)
-    scheduler.step()
-    assert [group["lr"] for group in opt.param_groups] == [0.01, 5e-4, 5e-4]
-    if way == "copy":
-        other, again = copy.deepcopy((net, opt))
-    elif way == "file":
-        optgen.save_checkpoint(tmp_path / "run.pt", opt, net, extra={"step": 3})
-        other = model()
-        again = optgen.make(RULES, other, plan="int8_split24", **COMMON)
-        assert optgen.load_checkpoint(tmp_path / "run.pt", again, other) == {"step": 3}
-        assert checkpoints.verify(str(tmp_path / "run.pt")) == {"parameters": 6, "findings": []}
-    else:
-        other = copy.deepcopy(net)
-        again = optgen.make(RULES, other, plan="int8_split24", **COMMON)
-        if way == "state_dict":
-            again.load_state_dict(copy.deepcopy(opt.state_dict()))
-        else:
-            found = copy.deepcopy(get_optimizer_state_dict(net, opt))
-            set_optimizer_state_dict(other, again, found)
-    train(net, [opt], 3, seed=2)
-    train(other, [again], 3, seed=2)
-    assert same(net, other)
-    assert [group["lr"] for group in again.param_groups] == [0.01, 5e-4, 5e-4]
 
 
 def test_what_does_not_fit_changes_nothing() -> None:

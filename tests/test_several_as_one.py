@@ -48,7 +48,6 @@ ASKED: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*none of its 0 parameters")
 @pytest.mark.parametrize(("question", "given"), ASKED)
 @pytest.mark.parametrize("cls", [SGD, AdamW, Muon])
 def test_what_pytorch_asks_of_one_optimizer(cls: type[Optimizer], question: Any, given: tuple[Any, ...]) -> None:
@@ -68,7 +67,7 @@ def test_every_public_method_of_an_optimizer_is_there() -> None:
             refused.append(name)
         else:
             assert list(inspect.signature(ours).parameters)[1:] == list(inspect.signature(theirs).parameters)[1:], name
-    assert sorted(refused) == ["release_gradients"]
+    assert sorted(refused) == ["release_gradients", "watch"]
 
 
 # -- views ----------------------------------------------------------------------------------------------------
@@ -98,9 +97,9 @@ def test_groups_are_those_of_the_parts_in_the_order_in_which_they_came(number: i
         return {**part.param_groups[0], "params": [nn.Parameter(torch.ones(3, 4))], "param_names": ["new"]}
 
     added = [group(part) for part in (last, first, first)]
-    opt.param_groups.append(added[0])
-    groups = opt.param_groups
-    groups += added[1:]
+    opt.param_groups = [*opt.param_groups, *added]
+    with pytest.raises(TypeError, match="item deletion"):
+        del opt.param_groups[0]
     last.add_param_group({"params": [("late", nn.Parameter(torch.ones(3, 4)))]})
     opt.add_param_group({"params": [("later", nn.Parameter(torch.ones(4, 3)))], RULE: first.defaults[RULE]})
     own = [part.defaults[RULE] for part in opt.parts.values()]
@@ -109,9 +108,8 @@ def test_groups_are_those_of_the_parts_in_the_order_in_which_they_came(number: i
     assert all(any(g is x for x in last.param_groups) for g in (added[0], opt.param_groups[-2]))
     assert first.param_groups[1] is added[1] and first.param_groups[2] is added[2]
     assert sum(len(part.param_groups) for part in opt.parts.values()) == len(labels)
-    del opt.param_groups[len(own) + 1]
+    opt.param_groups = [g for g in opt.param_groups if g is not added[0] and g is not added[1]]
     assert first.param_groups[1] is added[2]
-    opt.param_groups = [g for g in opt.param_groups if g is not added[0]]
     assert [g[RULE] for g in opt.param_groups] == [*own, own[0], own[-1], own[0]]
     assert not any(g is added[0] for g in last.param_groups)
     give(params_of(opt), 1)
@@ -169,17 +167,15 @@ def test_a_step_that_one_part_refuses_for_its_mode_changes_nothing(why: str) -> 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("number", range(3))
 def test_a_distributed_checkpoint_goes_on_with_the_same_bits(number: int, flat: bool) -> None:
-    """Also where states were read, or a user keeps something in one, before there were any."""
+    """Also where states were read before there were any."""
     form = StateDictOptions(flatten_optimizer_state_dict=flat)
     net = model()
     opt = made(number, net)
     train(net, opt, 3)
-    opt.state[net[0].weight]["own"] = torch.ones(2)
     saved = copy.deepcopy(get_optimizer_state_dict(net, opt, options=form))
     other = copy.deepcopy(net)
     again = made(number, other)
     assert not any(again.state[p] for p in other.parameters())
-    again.state[other[0].weight]["own"] = torch.zeros(2)
     set_optimizer_state_dict(other, again, saved, options=form)
     train(net, opt, 3)
     train(other, again, 3)

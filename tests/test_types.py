@@ -77,7 +77,6 @@ print(one.memory(), several.parts, several.matched, parts, optgen.list("adam*"),
 print(optgen.__version__)
 optgen.save_checkpoint("run.pt", several, model)
 optgen.load_checkpoint("run.pt", one, model)
-optgen.attention_heads(model.named_parameters(), 32)
 sam = optgen.SAM(lone, rho=0.05)
 sam.first_step()
 sam.second_step()

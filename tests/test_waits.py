@@ -168,7 +168,7 @@ def test_watched_numbers_are_read_once_every_device_has_sent_its_own(
     for _ in range(5):
         devices = [draw.choice(["cuda:0", "cuda:1", "cuda:2"]) for _ in range(draw.randint(1, 3))]
         watching._tables = [
-            SimpleNamespace(reduce=lambda d=d: Sums(d), rows=lambda d, k=k: {k: d}) for k, d in enumerate(devices)
+            SimpleNamespace(reduce=lambda d=d: Sums(d), numbers=lambda d, k=k: {k: d}) for k, d in enumerate(devices)
         ]
         watching.step += watching.step < 0
         done &= {draw.choice(devices)}

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import optgen
 from optgen.optim import AdamW, Lion
-from optgen.runtime.layout import plans
 from optgen.runtime.modes import offload, watch
 from optgen.runtime.work import counting
 
@@ -54,29 +52,14 @@ def test_numbers_are_those_of_whole_tensors(plan: str) -> None:
         update = weight - before[name]
         wanted = {
             "weight_norm": weight.norm(), "gradient_norm": g.norm(), "update_norm": update.norm(),
-            "ratio": update.norm() / weight.norm(), "largest_ratio": (update / weight).abs().max(),
-            "cosine": -(update * g).sum() / update.norm() / g.norm(),
+            "ratio": update.norm() / weight.norm(), "cosine": -(update * g).sum() / update.norm() / g.norm(),
         }  # fmt: skip
         for key, value in wanted.items():
             assert row[key] == pytest.approx(float(value), rel=1e-4, abs=1e-4 if key == "cosine" else 0), key
-        assert row["elements"] == row["sampled"] == p.numel() and row["nonfinite_gradients"] == 0
+        assert row["elements"] == row["sampled"] == p.numel()
         for state, codes in codes_of(opt.state[p]).items() if plan in ("int8_split24", "lpmm4") else ():
             still = float((codes == old[name][state]).double().mean())
             assert row[f"{state}_still"] == pytest.approx(still, abs=1e-6), state
-            if plan == "int8_split24" and state == "exp_avg":
-                at_end = ((codes == 1) | (codes == 255)).double().mean()
-                assert row["exp_avg_at_end"] == pytest.approx(float(at_end), abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("plan", "state", "codes"),
-    [("int8_split24", "exp_avg", (1, 255)), ("int6_split24", "exp_avg", (1, 63)), ("int5_split24", "exp_avg", (1, 31)),
-     ("int8_split24", "exp_avg_sq", (0, 0)), ("torchao_fp8", "exp_avg", (0xFE, 0x7E)), ("bf16", "exp_avg", None)],
-)  # fmt: skip
-def test_ends_are_those_of_the_format(plan: str, state: str, codes: tuple[int, int] | None) -> None:
-    pair = plans.load(AdamW, plan)
-    variant = next(v for v in pair.variants if v.param == "bfloat16" and not v.small and not v.vector)
-    assert watch.ends(pair, variant, state) == codes
 
 
 def test_sample_moves_on_and_is_scaled() -> None:
@@ -91,40 +74,14 @@ def test_sample_moves_on_and_is_scaled() -> None:
         opt.step()
         p.data.fill_(0.5)
     assert all(row["sampled"] == 512 and row["elements"] == 8192 for row in got)
-    assert 0 < sum(row["nonfinite_gradients"] > 0 for row in got) < len(got)
+    assert 0 < sum(math.isnan(row["gradient_norm"]) for row in got) < len(got)
     first = got[0]
-    finite = [row for row in got if not row["nonfinite_weights"]]
+    finite = [row for row in got if not math.isnan(row["weight_norm"])]
     assert finite and all(row["update_norm"] == 0.25 * math.sqrt(8192) and not row["weight_still"] for row in finite)
     assert first["gradient_norm"] == pytest.approx(math.sqrt(8192)) or math.isnan(first["gradient_norm"])
 
 
-def test_bits_are_those_of_an_unwatched_run() -> None:
-    """Also with released gradients; the state dict has nothing of it."""
-    results = []
-    for mode in ("plain", "watched", "released"):
-        got: list[tuple[int, str]] = []
-        opt, params = made("int8_split24")
-        if mode == "released":
-            opt.release_gradients()
-        if mode != "plain":
-            opt.watch(2, to=lambda step, rows, got=got: got.extend((step, name) for name in rows))
-        torch.manual_seed(2)
-        for _ in range(4):
-            grads = [torch.randn_like(p) for p in params.values()]
-            sum((p * g).sum() for p, g in zip(params.values(), grads, strict=True)).backward()
-            opt.step()
-            opt.zero_grad()
-        results.append(opt.state_dict()["state"])
-        if mode != "plain":
-            assert sorted(got) == [(s, n) for s in (2, 4) for n in sorted(SHAPES)], mode  # backward has its own order
-    for other in results[1:]:
-        for k, a in results[0].items():
-            b = other[k]
-            assert a.keys() == b.keys()
-            assert all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a)
-
-
-def test_refusals_and_several() -> None:
+def test_refusals() -> None:
     opt, _ = made("fp32")
     given = ({"to": "csv"}, "got 'csv'"), ({"to": None}, "with add_scalar"), ({"every": 0}, "every must")
     for options, text in (*given, ({"sample": 255}, "sample must"), ({"sample": math.nan}, "sample must")):
@@ -132,15 +89,13 @@ def test_refusals_and_several() -> None:
             opt.watch(**{"to": print, **options})
     with opt.watch(to=print), pytest.raises(RuntimeError, match="watched already"):
         opt.watch(to=print)
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-    both, got = optgen.make({"0": "lion", "*": "adamw"}, model), []
-    with both.watch(1, to=lambda step, rows: got.append((step, sorted(rows)))):
-        for _ in range(2):
-            model(torch.randn(4, 8)).square().sum().backward()
-            both.step()
-    assert got == [(2, ["0.bias", "0.weight"]), (2, ["1.bias", "1.weight"])]
-    both.step()
-    assert len(got) == 2
+    handle = opt.release_gradients()
+    with pytest.raises(RuntimeError, match=r"released gradients are gone at step\(\)"):
+        opt.watch(to=print)
+    handle.remove()
+    opt.watch(to=print)
+    with pytest.raises(RuntimeError, match=r"watch\(\) measures in step\(\)"):
+        opt.release_gradients()
 
 
 def test_a_writer_gets_scalars() -> None:

@@ -21,15 +21,11 @@ from optgen.runtime.options import blocks as of_rows
 from optgen.runtime.options import entries, options
 from optgen.runtime.options import overrides as rules
 from optgen.runtime.options.entries import Entry, Owner
-from optgen.runtime.records import Flag, Hyper, join
+from optgen.runtime.records import Flag, Hyper
 from optgen.runtime.records.uninterrupted import Uninterrupted
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import low_bits, memory, state
 from optgen.runtime.step import admit, stepper
-from optgen.runtime.work import counting
-
-IDLE = 2
-"""Steps in a row without any gradient after which a warning comes: one may be there for a scheduler."""
 
 OTHERS = """
 The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
@@ -115,7 +111,7 @@ class Checkpointed(torch.optim.Optimizer):
         with torch.no_grad():
             for one, entry, whole in self._matched():
                 if kept := state.of(one.state, entry.p):
-                    _, plan, variant = checkpoint.select(type(one), entry.group, entry.p, entry.name, kept)
+                    _, plan, variant = checkpoint.select(type(one), entry.group, entry.p, entry.name)
                     state.check(variant, entry.p, kept, entry.name)
                     dense[whole.position] = checkpoint.dense_entry(plan, variant, entry.p, kept)
         return {"state": dense, "param_groups": groups}
@@ -199,10 +195,10 @@ class Optimizer(Checkpointed):
 
     Options beyond the hyper-parameters, per group or for all:
 
-    plan      how states and weights are stored: a plan's name, names by parameter dtype, or None for the default
-    overrides what single parameters are stored under instead: {pattern of names, "numel < N", module, class of modules
-              or parameter: a plan's name}, the first that holds wins; "fp32" keeps states in fp32, and the weight no
-              less precise than `plan` does.  Groups that are added later follow it too; each may have one of its own
+    plan      how states and weights are stored: a plan's name, or None for the default
+    overrides what single parameters are stored under instead: {pattern of names, "numel < N" or class of modules: a
+              plan's name}, the first that holds wins; "fp32" keeps states in fp32, and the weight no less precise than
+              `plan` does.  Groups that are added later follow it too; each may have one of its own
     blocks    of rules that have statistics of blocks of rows: into how many blocks of consecutive rows single matrices
               fall, {the same keys: a number}; 1 is the whole matrix.  Matrices without have a block for each row.  In
               Muon and rules like it each block is a matrix, and there is one, but of a stack [experts, rows, columns];
@@ -216,7 +212,6 @@ class Optimizer(Checkpointed):
     maximize  step along the gradient, not against it
     capturable  count steps on the device and read nothing there, so that a CUDA graph may hold the step; numbers given
               as tensors on the device stay tensors, the others are part of the graph
-    fused     let torch.amp.GradScaler leave gradients scaled: the kernels divide, and skip a step that has an infinity
     offload   keep the states in host memory and let the host update the weights of an accelerator
     stagger   of rules that do more at every k-th step, such as new bases of matrices: let each parameter do so at steps
               of its own (by its position over all groups), so that no step does it for all but the first
@@ -228,7 +223,7 @@ class Optimizer(Checkpointed):
     HYPERS: ClassVar[tuple[Hyper, ...]]
     FLAGS: ClassVar[tuple[Flag, ...]] = ()
     PLANS: ClassVar[tuple[str, ...]]
-    DEFAULT_PLAN: ClassVar[Mapping[str, str]]
+    DEFAULT_PLAN: ClassVar[str]
     BLOCKS: ClassVar[str] = ""
     INPUTS: ClassVar[tuple[str, ...]] = ()
     evaluation: ClassVar[Callable[..., Tensor] | None] = None
@@ -240,8 +235,7 @@ class Optimizer(Checkpointed):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if vars(cls).get("PLANS"):
-            usual = plans.USUAL if plans.USUAL in cls.PLANS else cls.PLANS[0]
-            cls.DEFAULT_PLAN = dict.fromkeys(join.DTYPES, usual)
+            cls.DEFAULT_PLAN = plans.USUAL if plans.USUAL in cls.PLANS else cls.PLANS[0]
         if "PLANS" in vars(cls):
             _complete(cls)
 
@@ -269,7 +263,7 @@ class Optimizer(Checkpointed):
     ) -> None:
         _refuse_unknown(type(self), unknown | ({} if self.BLOCKS or blocks is None else {"blocks": blocks}))
         given = {"maximize": maximize, **hypers, "plan": plan, "backend": backend, "seed": seed, "foreach": foreach}
-        asked: dict[str, Any] = {"capturable": capturable or None, "fused": fused or None, "offload": offload or None}
+        asked: dict[str, Any] = {"fused": fused, "capturable": capturable or None, "offload": offload or None}
         asked |= {"differentiable": differentiable, "stagger": stagger or None, "workspace": workspace}
         defaults = {**options.check(type(self), {**given, **asked}), "format": checkpoint.FORMAT}
         defaults |= {options.MODE: True} if self.evaluation is not None else {}
@@ -298,18 +292,13 @@ class Optimizer(Checkpointed):
         self._watch: watch.Watch | None = None
         self._uninterrupted = Uninterrupted()
         self._uphill = False  # between the two steps of SAM
-        self._idle = 0
         self._rules, self._blocks = rules.Overrides(type(self)), of_rows.BlockOverrides(type(self))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True if a GradScaler may hand over its scale, and whether it found an infinity, as attributes `grad_scale`
-        and `found_inf`.
-
-        With released gradients it may, so that `step()` can refuse it: the scaler itself would look for gradients that
-        are gone.
-        """
-        return bool(self.defaults.get("fused")) or self._release is not None
+        """True if a GradScaler hands over its scale, as attributes `grad_scale` and `found_inf`: with released
+        gradients, so that `step()` can refuse it.  The scaler itself would look for gradients that are gone."""
+        return self._release is not None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
@@ -390,14 +379,6 @@ class Optimizer(Checkpointed):
         """Return the class, the groups and the states as they are now."""
         return Owner(type(self), self.param_groups, self.state, self._uninterrupted)
 
-    def _forget_removed(self) -> None:
-        """Forget the dtypes of parameters that were swapped for others, once they are many."""
-        dtypes = self._stepper.dtypes
-        if len(dtypes) > 2 * sum(len(group["params"]) for group in self.param_groups):
-            live = {id(entry.p) for entry in self._entries()}
-            for key in dtypes.keys() - live:
-                del dtypes[key]
-
     # -- step -----------------------------------------------------------------------------------------
 
     @overload
@@ -423,33 +404,16 @@ class Optimizer(Checkpointed):
             self._release.step()
         if self._watch is not None:
             self._watch.finish()
-        self._count_idle()
         return loss
 
     @_disable_dynamo
     def _update(self) -> None:
         """Make the step; torch.compile leaves it as it is (one graph break)."""
-        scaler = counting.Scaler.of(self) if self._step_supports_amp_scaling else None
-        self._forget_removed()
-        try:
-            sampled = None if self._watch is None else self._watch.begin(self._owner())
-            self._offload.step(self._owner(), self._stepper, scaler)
-            if sampled and self._watch is not None:
-                self._watch.end(sampled)
-        except BaseException:
-            # A GradScaler takes its scale back after steps that succeed only, and would multiply it into the next one.
-            for name in ("grad_scale", "found_inf"):
-                self.__dict__.pop(name, None)
-            raise
-
-    @_disable_dynamo
-    def _count_idle(self) -> None:
-        """Warn, once, if several steps in a row have found no gradient, and none has ever come."""
-        if self.state:
-            return
-        self._idle = 0 if any(entry.p.grad is not None for entry in self._entries()) else self._idle + 1
-        if self._idle == IDLE:
-            admit.warn_untrained(type(self), self.param_groups, IDLE)
+        if self._watch is not None:
+            self._watch.begin(self._owner())
+        self._offload.step(self._owner(), self._stepper)
+        if self._watch is not None:
+            self._watch.end()
 
     release_gradients = release.release_gradients
     watch = watch.watch

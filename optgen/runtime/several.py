@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout.plans import Label
-from optgen.runtime.modes.watch import SAMPLE, Callback, Watches, Writer
+from optgen.runtime.modes.release import refuse_scaled
 from optgen.runtime.optimizer import Checkpointed, Loaded, Optimizer, read
 from optgen.runtime.options import overrides
 from optgen.runtime.records.problems import Problems
@@ -22,10 +22,6 @@ from optgen.runtime.states import state
 
 RULE = "rule"
 """The key of a group that says which part steps it: the name of its class, numbered where several parts have it."""
-
-SCALED = ("grad_scale", "found_inf")
-"""Attributes by which a GradScaler hands over its scale."""
-
 
 def _names(group: Mapping[str, Any]) -> set[str]:
     return {overrides.bare(str(name)) for name in group.get("param_names") or ()}
@@ -58,38 +54,6 @@ class StatesOfParts(MutableMapping[Any, Any]):
 
     def __bool__(self) -> bool:
         return any(states for _, states in self.parts)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-def _change(name: str) -> Callable[..., Any]:
-    def change(self: Groups, *given: Any, **options: Any) -> Any:
-        groups = list(self.owner.param_groups)
-        result = getattr(groups, name)(*given, **options)
-        self.owner.param_groups = groups
-        list.__setitem__(self, slice(None), groups)
-        return self if result is groups else result
-
-    return change
-
-
-class Groups(list[dict[str, Any]]):
-    """The groups of all parts in the order in which they were added.  A change of the list is one of the parts."""
-
-    def __init__(self, groups: Sequence[dict[str, Any]], owner: Several) -> None:
-        super().__init__(groups)
-        self.owner = owner
-
-    append, clear, extend, insert = map(_change, ("append", "clear", "extend", "insert"))
-    pop, remove, reverse, sort = map(_change, ("pop", "remove", "reverse", "sort"))
-    __setitem__, __delitem__, __iadd__ = map(_change, ("__setitem__", "__delitem__", "__iadd__"))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
 
 
 class Several(Checkpointed):
@@ -149,8 +113,9 @@ class Several(Checkpointed):
 
     @property
     def param_groups(self) -> Any:
+        """The groups of all parts, a tuple: to change which there are, set it, or call `add_param_group`."""
         left = {label: iter(part.param_groups) for label, part in self._owners.items()}
-        return Groups([next(left[label]) for label in self._labels()], self)
+        return tuple(next(left[label]) for label in self._labels())
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -207,30 +172,19 @@ class Several(Checkpointed):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        parts = self._members
-        return any(part._release for part in parts) or all(part._step_supports_amp_scaling for part in parts)
+        return any(part._step_supports_amp_scaling for part in self._members)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient, as each part makes it."""
         self._refuse_in_evaluation("step()")
+        refuse_scaled(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parts = sorted(self._members, key=lambda part: part._release is None)  # released ones refuse a GradScaler
-        for part in parts:
-            vars(part).update((name, vars(self)[name]) for name in SCALED if name in vars(self))
-        given: list[Any] = [*parts]
-        try:
-            with self._uninterrupted:
-                for part in parts:
-                    self._step(part)
-        except BaseException:
-            given.append(self)  # as a part does
-            raise
-        finally:
-            for one, name in itertools.product(given, SCALED):
-                vars(one).pop(name, None)
+        with self._uninterrupted:
+            for part in self._members:
+                self._step(part)
         return loss
 
     def _step(self, part: Any) -> None:
@@ -257,16 +211,10 @@ class Several(Checkpointed):
         for part in self._members:
             part.eval()
 
-    def watch(self, every: int = 100, *, to: Callback | Writer, sample: float = SAMPLE) -> Watches:
-        """Measure every tensor as `Optimizer.watch` does; a function gets the numbers of each part by themselves."""
-        made = Watches([])
-        for part in self._members:
-            try:
-                made.parts.append(part.watch(every, to=to, sample=sample))
-            except BaseException:
-                made.remove()
-                raise
-        return made
+    def watch(self, *given: Any, **options: Any) -> NoReturn:
+        """Refuse: each part hands over the numbers of its own tensors."""
+        how = "[part.watch(to=...) for part in opt.parts.values()]"
+        raise NotImplementedError(f"Several: watch() is of one rule: {how}")
 
     def release_gradients(self, *given: Any, **options: Any) -> NoReturn:
         """Refuse: each part has a handle, and `clip_by="previous_norm"` the norm over its own parameters."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from optgen.runtime.layout import layout, messages, plans, sharded_states, sharding
 from optgen.runtime.options import blocks, options, overrides
 from optgen.runtime.options.entries import labels as labels_of
-from optgen.runtime.records import Variant, as_float, beside, fed_name
+from optgen.runtime.records import Variant, as_float, fed_name
 from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.problems import SHOWN, Problems
@@ -347,68 +347,23 @@ def _take_settings(
 
 
 def select(
-    cls: Any, group: Mapping[str, Any], p: Tensor, name: plans.Label | None = None,
-    kept: Mapping[str, Any] | None = None,
-) -> tuple[str, Pair, Variant]:  # fmt: skip
+    cls: Any, group: Mapping[str, Any], p: Tensor, name: plans.Label | None = None
+) -> tuple[str, Pair, Variant]:
     """Return (plan name, plan, variant) of a parameter under the options of its group.
 
-    name   the parameter's label in its group: its name, or its position over all groups; None if it has no plan of its
-           own
-    kept   its state, if the variant is to be the one of this state (`held`)
+    name  the parameter's label in its group: its name, or its position over all groups; None if it has no plan of its
+          own
     """
     chosen = plans.chosen(cls, group, p.dtype, name)
     count = blocks.of(cls, group).get(name) if name is not None else None
-    flags = options.flags_of(cls, group, blocks.shape(cls, p, count), name)
+    try:
+        shape = blocks.shape(cls, p, count)
+    except ValueError as error:
+        raise ValueError(f"{cls.__name__}: blocks: parameter {name!r} {error}") from None
+    flags = options.flags_of(cls, group, shape, name)
     small, vector = p.numel() < chosen.limit, p.ndim < 2
     found = plans.variant(chosen.pair, p.dtype, small, flags, vector)
-    found = blocks.seen(cls, found, p, count, group, name)
-    return chosen.name, chosen.pair, found if kept is None else held(cls, group, p, name, found, kept)
-
-
-def held(
-    cls: Any, group: Mapping[str, Any], p: Tensor, name: plans.Label | None, variant: Variant, kept: Mapping[str, Any]
-) -> Variant:
-    """Return the variant whose states an entry has: the parameter's, or that of another setting of the flags.
-
-    While a hyper-parameter is 0, a state that only other values need (SGD's momentum_buffer) stays as it is, as in
-    torch. If it is 0 from the beginning, there is no such state until it has been set and a step was made.
-    """
-    if variant.keys == kept.keys():
-        return variant
-    others = _others(cls, group, p, name, variant)
-    owners = {f.name: f.owner for v in others for f in v.fields if f.owner != "p"}
-    owners.update((name, name) for v in others for name in v.states)
-    there = {owners[key] for key in kept if key in owners}
-    if there == set(variant.states):
-        return variant
-    having = (v for v in others if set(v.states) == there and _is_kept_by(cls, v, variant))
-    return next((beside(v, variant) for v in having), variant)
-
-
-def _others(cls: Any, group: Mapping[str, Any], p: Tensor, name: plans.Label | None, variant: Variant) -> list[Variant]:
-    """Return the parameter's variants under all settings of the flags, those of the fewest other flags first."""
-    chosen = plans.chosen(cls, group, p.dtype, name)
-    small, vector = p.numel() < chosen.limit, p.ndim < 2
-    settings = sorted({tuple(v.flags.items()) for v in chosen.pair.variants if v.param == variant.param})
-    others = [plans.variant(chosen.pair, p.dtype, small, setting, vector) for setting in settings]
-    return sorted(others, key=lambda v: len(_apart(variant, v)))
-
-
-def _is_kept_by(cls: Any, other: Variant, variant: Variant) -> bool:
-    """Return True if a step of the variant leaves the states of another one as they are, but for those of its own."""
-    fixed = {flag.name for flag in cls.FLAGS if flag.shape is not None or flag.clock is not None}
-    switched = {flag.name for flag in cls.FLAGS if flag.nonzero is not None}
-    apart, late = _apart(variant, other), not set(other.states).issuperset(variant.states)
-    if apart & fixed or (late and not apart <= switched):
-        return False
-    common = {*other.states, "p"} & {*variant.states, "p"}
-    there, own = ({f for f in v.fields if f.owner in common} for v in (beside(other, variant), variant))
-    return there == own
-
-
-def _apart(a: Variant, b: Variant) -> set[str]:
-    """Return the names of the flags that differ."""
-    return {name for name in a.flags.keys() | b.flags.keys() if a.flags.get(name, 0) != b.flags.get(name, 0)}
+    return chosen.name, chosen.pair, blocks.seen(cls, found, p, count, group, name)
 
 
 def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tensor]) -> Arena:
@@ -516,7 +471,6 @@ class _Reading:
         if not self.own:
             errors = found.get("error_bits")
             found = reader().dense(found, variant.states, tuple(target.shape))
-        variant = held(self.cls, self.group, target, label, variant, found)
         if sharding.is_sharded(p):
             parts = sharded_states.ShardedStates.of(p, variant)
             p, found = parts.weight(p), parts.taken(found)

@@ -81,7 +81,7 @@ def of_entry(one: Any, entry: Entry) -> Tensor:
 def _kept(one: Any, entry: Entry) -> tuple[Pair, Variant, Mapping[str, Any]]:
     """Return the plan, the variant and the state of a parameter; RuntimeError if the state does not fit."""
     kept = state.of(one.state, entry.p) or {}
-    _, plan, variant = checkpoint.select(type(one), entry.group, entry.p, entry.name, kept or None)
+    _, plan, variant = checkpoint.select(type(one), entry.group, entry.p, entry.name)
     if kept and state.TRAINED not in kept:
         state.check(variant, entry.p, kept, entry.name)
     return plan, variant, kept
@@ -283,7 +283,7 @@ def _per_row(owner: str, p: Tensor, factors: Any, label: str) -> Tensor:
 
 def evaluated(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Tensor], name: str | int) -> Tensor:
     """Return `cls.evaluation` of a parameter and its states: fp32, of the shape of p or of this rank's part of it."""
-    _, plan, variant = checkpoint.select(cls, group, p, name, kept)
+    _, plan, variant = checkpoint.select(cls, group, p, name)
     code = cls.evaluation.__code__
     given = code.co_varnames[: code.co_argcount]
     names = [name for name in given if name == "p" or name in variant.states]

@@ -40,16 +40,15 @@ def step_key(number, stream):
 
 @triton.jit
 def controlled(table, work, values, words, kernel: tl.constexpr, WHICH: tl.constexpr, KEYED: tl.constexpr, CONSTANTS):
-    """`kernel`, a program of it for each program; nothing where the step is to be skipped.
+    """`kernel`, a program of it for each program.
 
     values     fp32: the scalars of a step; WHICH of them the kernel takes, by position
-    words      int64 (3,): the number of the step, whether to skip it, and the stream of its key
+    words      int64 (2,): the number of the step, and the stream of its key
     KEYED      whether the kernel takes the key
     CONSTANTS  what else it takes, in its order: a tuple of constexpr, not a constexpr of a tuple, which Triton 3.6 does
                not take apart at a star
     """
-    if tl.load(words + 1) == 0:
-        if KEYED:
-            kernel(table, work, *_chosen(values, WHICH), step_key(tl.load(words), tl.load(words + 2)), *CONSTANTS)
-        else:
-            kernel(table, work, *_chosen(values, WHICH), *CONSTANTS)
+    if KEYED:
+        kernel(table, work, *_chosen(values, WHICH), step_key(tl.load(words), tl.load(words + 1)), *CONSTANTS)
+    else:
+        kernel(table, work, *_chosen(values, WHICH), *CONSTANTS)

@@ -32,8 +32,8 @@ known: dict[tuple[type, str], Pair] = {}
 
 _made: dict[tuple[type, str, object], Pair] = {}
 
-PlanOption = str | Mapping[str, str] | None
-"""A plan's name, one per parameter dtype ({"float32": "fp32"}), or None for the class' defaults."""
+PlanOption = str | None
+"""A plan's name, or None for the class' default."""
 
 
 USUAL = "int8_split24"
@@ -73,18 +73,10 @@ def generated_class(cls: type) -> Any:
     raise TypeError(f"{cls.__name__} is not a generated optimizer: it has no PLANS")
 
 
-def plan_name(cls: type, option: PlanOption, dtype: torch.dtype) -> str:
-    """The plan of a parameter of that dtype under a group's `plan` option."""
-    if isinstance(option, str):
-        return option
-    name = dtype_name(dtype)
-    if option is not None and name in option:
-        return option[name]
-    defaults: Mapping[str, str] = generated_class(cls).DEFAULT_PLAN
-    if name not in defaults:
-        known = ", ".join(defaults) or "none"
-        raise TypeError(f"{cls.__name__} has no plan for {name} parameters (it has for: {known})")
-    return defaults[name]
+def plan_name(cls: type, option: PlanOption) -> str:
+    """The plan under a group's `plan` option."""
+    name: str = generated_class(cls).DEFAULT_PLAN if option is None else option
+    return name
 
 
 def load(cls: type, plan: str) -> Pair:
@@ -217,8 +209,8 @@ def _recorded(pairs: Any) -> Recorded:
 
 
 def chosen(cls: type, group: Mapping[str, Any], dtype: torch.dtype, label: Label | None) -> Chosen:
-    """The plan of a parameter: its own, or that of its group for the dtype."""
+    """The plan of a parameter: its own, or that of its group."""
     asked = own(group).get(label) if label is not None else None
-    name = plan_name(cls, group.get("plan"), dtype) if asked is None or asked == FULL else asked
+    name = plan_name(cls, group.get("plan")) if asked is None or asked == FULL else asked
     pair = load(cls, name)
     return Chosen(name, pair, sys.maxsize if asked == FULL else pair.small_numel)

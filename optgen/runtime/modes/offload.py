@@ -27,7 +27,6 @@ from optgen.runtime.records.arena import LINE
 from optgen.runtime.states import low_bits, state
 from optgen.runtime.step import admit
 from optgen.runtime.step.stepper import Stepper
-from optgen.runtime.work import counting
 
 CHUNK = 64 * 1024 * 1024
 """Bytes of weights and gradients that are on their way together; a larger parameter is a chunk of its own."""
@@ -84,11 +83,10 @@ class Chunk:
 
     twins, grads   copies in a buffer of the weights, which are what is stepped, and of the gradients
     groups         the twins' groups, by the numbers of those of the parameters
-    sums           True if the rule sums over the model: then the stepper also sees states of other parameters
     """
 
-    def __init__(self, members: Sequence[Entry], mover: Mover, sums: bool) -> None:
-        self.members, self.mover, self.sums, self.stepper = members, mover, sums, Stepper()
+    def __init__(self, members: Sequence[Entry], mover: Mover) -> None:
+        self.members, self.mover, self.stepper = members, mover, Stepper()
         self.twins, self.grads, buffer, end = list[Tensor](), list[Tensor](), mover.buffer(), 0
         self.groups: dict[int, dict[str, Any]] = {}
         for m in members:
@@ -107,10 +105,8 @@ class Chunk:
 
     def step(self, owner: Owner) -> None:
         """Make the step, as the copies are there, and start the copies back; new states are the owner's."""
-        pairs, inside = list(zip(self.twins, self.members, strict=True)), {m.p for m in self.members}
+        pairs = list(zip(self.twins, self.members, strict=True))
         states = {twin: owner.states[m.p] for twin, m in pairs if owner.states.get(m.p)}
-        if self.sums:
-            states |= {p: entry for p, entry in owner.states.items() if p not in inside}
         for twin, m in pairs:
             if low_bits.ATTRIBUTE in m.p.__dict__:  # its state, made from the twin, takes them
                 setattr(twin, low_bits.ATTRIBUTE, m.p.__dict__[low_bits.ATTRIBUTE])
@@ -176,15 +172,13 @@ class Offload:
                 changed.append((e, None if before == e.p.device else before))
         return changed
 
-    def step(self, owner: Owner, stepper: Stepper, scaler: counting.Scaler | None = None) -> None:
+    def step(self, owner: Owner, stepper: Stepper) -> None:
         """Step every parameter that has a gradient: chunk by chunk if a group asks for it, else by the stepper."""
         if not self._chunks and not any(group.get("offload") for group in owner.groups):
-            stepper.step(owner, scaler)
+            stepper.step(owner)
             return
         with torch.no_grad(), owner.uninterrupted:
-            _check(owner, scaler)
-            if scaler is not None and scaler.found_infinity():
-                return
+            _check(owner)
             self._divide(owner, stepper)
             self._bring(owner)
             arrival = self._chunks[0].fetch() if self._chunks else None
@@ -215,37 +209,32 @@ class Offload:
 
     def _divide(self, owner: Owner, stepper: Stepper) -> None:
         """Divide the parameters of the step into chunks; those of the step before stay if nothing is new."""
-        members = list(entries.of(owner.groups))
-        leaving = [e for e in members if self._leaves(e) and _admitted(owner, stepper, e)]
+        leaving = [e for e in entries.of(owner.groups) if self._leaves(e) and _admitted(owner, stepper, e)]
         known = [(id(e.p), e.number, e.name, e.p.shape, e.p.device, e.p.dtype, _grad(e).dtype) for e in leaving]
         if known == self._known:
             return
         self._known, self._chunks = (), []
-        sums = any(needs_model(owner, e) for e in leaving)
-        parts = _parts(leaving, sums)
-        if sums and (len(parts) > 1 or any(e.p.grad is not None and not self._leaves(e) for e in members)):
-            raise ValueError(
-                f"{owner.cls.__name__} sums over the whole model: offload=True must hold for all parameters, or for "
-                f"none, and on one device"
-            )
+        if any(needs_model(owner, e) for e in leaving):
+            raise ValueError(f"{owner.cls.__name__} needs sums over the whole model: offload=True steps it in parts")
+        parts = _parts(leaving)
         movers = [self._mover(part[0].p.device, sum(map(_bytes, part))) for part in parts]
-        self._chunks = [Chunk(part, mover, sums) for part, mover in zip(parts, movers, strict=True)]
+        self._chunks = [Chunk(part, mover) for part, mover in zip(parts, movers, strict=True)]
         self._known = known
 
 
-def _parts(members: Sequence[Entry], together: bool) -> list[list[Entry]]:
-    """Divide parameters by devices, and unless they belong together, so that none is larger than CHUNK if it can be."""
+def _parts(members: Sequence[Entry]) -> list[list[Entry]]:
+    """Divide parameters by devices, and so that no part is larger than CHUNK if it can be."""
     parts, size = list[list[Entry]](), 0
     for e in members:
         size += _bytes(e)
-        if not parts or parts[-1][0].p.device != e.p.device or (size > CHUNK and not together):
+        if not parts or parts[-1][0].p.device != e.p.device or size > CHUNK:
             parts.append([])
             size = _bytes(e)
         parts[-1].append(e)
     return parts
 
 
-def _check(owner: Owner, scaler: counting.Scaler | None) -> None:
+def _check(owner: Owner) -> None:
     """Refuse what would be refused in the middle of a step."""
     name = owner.cls.__name__
     for group in owner.groups:
@@ -253,9 +242,6 @@ def _check(owner: Owner, scaler: counting.Scaler | None) -> None:
         if group.get("offload") and group["backend"] == "triton":
             why = "updates on the host, where backend='triton' does not run; take backend='auto'"
             raise ValueError(f"{name}: offload=True {why}")
-    if scaler is not None and scaler.scale is not None:  # a GradScaler hands it to fused=True alone
-        why = "takes no scaled gradients; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
-        raise RuntimeError(f"{name}: offload=True {why}")
 
 
 def _admitted(owner: Owner, stepper: Stepper, e: Entry) -> bool:

@@ -32,7 +32,7 @@ from optgen.runtime.records.warn import warn
 from optgen.runtime.states import state
 from optgen.runtime.step.stepper import Stepper
 
-ClipBy = Literal["norm", "value", "previous_norm"]
+ClipBy = Literal["norm", "previous_norm"]
 
 TINY = 1e-6
 """The number that torch.nn.utils.clip_grad_norm_ adds to a norm before it divides by it."""
@@ -56,7 +56,7 @@ class ReleasedParameter:
         p, name, make = entry.p, entry.name, release.accumulator
         self.p = p
         self.entry = entry._replace(group={"params": [p], "param_names": [name], "positions": [entry.position]})
-        self.stepper, self.offload = Stepper(entry.number), release.optimizer._offload.part(entry)
+        self.stepper, self.offload = Stepper(), release.optimizer._offload.part(entry)
         if (dtype := release.optimizer._stepper.dtypes.get(id(p))) is not None:
             self.stepper.dtypes[id(p)] = dtype
         self.options: object = None
@@ -64,11 +64,8 @@ class ReleasedParameter:
         self.summed: int = 0 if old is None else old.summed
         self.updates: int = 0 if old is None else old.updates
         self.hook: Any = None if old is None else old.hook
-        before = old.sums if old is not None and old.entry.name == name else None
-        count = release.counts.get(name, 0) if before is None else before.count
-        self.sums: GradientAccumulator | None = (
-            None if make is None else GradientAccumulator(make, p, name, count)
-        )
+        count = old.sums.count if old is not None and old.sums is not None else 0
+        self.sums: GradientAccumulator | None = None if make is None else GradientAccumulator(make, p, name, count)
 
     def is_at(self, owner: Owner) -> bool:
         """Return True if the parameter has its place and name still."""
@@ -160,9 +157,6 @@ class Clipping:
         """Clip the gradient of a parameter."""
         if self.largest is None or p.grad is None:
             return
-        if self.by == "value":
-            p.grad.clamp_(-self.largest, self.largest)
-            return
         own = torch.linalg.vector_norm(p.grad, dtype=torch.promote_types(p.grad.dtype, torch.float32))
         if sharding.is_sharded(own):  # norms of plain tensors and of other meshes may stand beside it
             own = cast(Any, own).full_tensor()
@@ -189,7 +183,6 @@ class Release:
 
     accumulate   micro-batches whose gradients are summed before an update
     accumulator  makes what keeps that sum in place of p.grad, if anything does
-    counts       sums that each parameter has had by a checkpoint, by name
     """
 
     def __init__(
@@ -204,6 +197,8 @@ class Release:
         self._title = title = f"{type(optimizer).__name__}.release_gradients"
         if optimizer._release is not None:
             raise RuntimeError(f"{title}: the gradients are released already; remove() the handle of that call first")
+        if optimizer._watch is not None:
+            raise RuntimeError(f"{title}: watch() measures in step(), where released gradients are gone: remove() it")
         self.accumulate, self.accumulator = _micro_batches(title, accumulate, accumulator), accumulator
         self.clipping = Clipping(title, clip, clip_by)
         if model is not None and not isinstance(model, nn.Module):
@@ -211,7 +206,6 @@ class Release:
         self._optimizer, self._model = weakref.ref(optimizer), model
         self._lock = threading.RLock()  # backward runs a thread per device
         self._released: dict[int, ReleasedParameter] = {}
-        self.counts: dict[str | int, int] = {}
         self._looked = self._warned = False
         owner = optimizer._owner()
         self._refuse_wrappers(owner)
@@ -322,11 +316,7 @@ class Release:
                 return
             one.gather()
             self.clipping.clip(p)
-            watch = self.optimizer._watch
-            sampled = [] if watch is None else watch.begin(owner, [one.entry])
             one.step(owner)
-            if watch is not None:
-                watch.end(sampled)
             p.grad = None
             one.updates += 1
 
@@ -334,20 +324,10 @@ class Release:
 
     def step(self) -> None:
         """Update from gradients that are still there, and end the norm of this step."""
-        left = [vars(self.optimizer).pop(name, None) for name in ("grad_scale", "found_inf")]
-        if any(value is not None for value in left):
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__}.step: its gradients were released within backward, where the factor "
-                f"of a GradScaler was still in them, and a step that overflows could not be skipped any more.  Train "
-                f"in bf16, which needs no GradScaler, or call remove() on the handle of release_gradients"
-            )
+        refuse_scaled(self.optimizer)
         with self._lock, torch.no_grad():
             owner = self.optimizer._owner()
             before = list(self._released.values())
-            for one in before:
-                if one.p.grad is not None:  # maybe because torch forgot its hooks when a conversion swapped the content
-                    known: Any = one.p  # of Parameters; it looks for them when they are set
-                    known._post_accumulate_grad_hooks = known._post_accumulate_grad_hooks
             self._attach(owner)
             self._warn_repeated()
             for one in self._released.values():
@@ -385,6 +365,17 @@ class Release:
                     one.sums.clear()
 
 
+def refuse_scaled(optimizer: Any) -> None:
+    """Raise RuntimeError if a GradScaler makes the step, which has left its scale with the optimizer."""
+    left = [vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")]
+    if any(value is not None for value in left):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step: its gradients were released within backward, where the factor of a "
+            f"GradScaler was still in them, and a step that overflows could not be skipped any more.  Train in bf16, "
+            f"which needs no GradScaler, or call remove() on the handle of release_gradients"
+        )
+
+
 def _micro_batches(title: str, accumulate: object, accumulator: object) -> int:
     """Return how many are summed before an update; ValueError if they cannot be."""
     count = None if isinstance(accumulate, bool) else as_int(accumulate)
@@ -411,33 +402,6 @@ class Handle(AbstractContextManager["Handle"]):
         if self.optimizer._release is self._release:
             self.optimizer._release = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what an exact continuation needs beside the optimizer's state dict: the norm of the last step, and how
-        many sums of micro-batches each parameter has had, by name (by position where it has none).
-
-        Raises RuntimeError if sums of micro-batches are waiting: save between updates.
-        """
-        released = self._release.attached()
-        if any(one.summed for one in released):
-            raise RuntimeError("release_gradients: micro-batches are waiting for their update; save after step()")
-        norm = self._release.clipping.previous
-        sums = {one.entry.name: one.sums.count for one in released if one.sums is not None}
-        return {"previous_norm": None if norm is None else norm.clone(), **({"sums": sums} if sums else {})}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a dict that `state_dict` returned.  Raises TypeError for anything else."""
-        norm, sums = state_dict.get("previous_norm", self), state_dict.get("sums", {})
-        if not (norm is None or (isinstance(norm, Tensor) and norm.numel() == 1)) or not isinstance(sums, dict):
-            raise TypeError(
-                f"release_gradients: expected what the handle's state_dict() gave, {{'previous_norm': a tensor of one "
-                f"element or None, 'sums': numbers by name}}, got {state_dict!r:.80}"
-            )
-        self._release.clipping.previous = None if norm is None else norm.detach().to(torch.float32).reshape(()).clone()
-        self._release.counts = dict(sums)
-        for one in self._release.attached():
-            if one.sums is not None:
-                one.sums.count = sums.get(one.entry.name, one.sums.count)
-
     def __exit__(self, *error: object) -> None:
         self.remove()
 
@@ -456,9 +420,9 @@ def release_gradients(
     model        only its parameters; None: all of this optimizer's
     accumulate   micro-batches whose gradients are summed before an update
     accumulator  keeps that sum in place of p.grad: `optgen.accumulate.accumulator(plan)`; None: p.grad, as torch sums
-    clip         largest norm or value of a parameter's gradient; None: no clipping
-    clip_by      "norm": of each parameter; "value": of each element; "previous_norm": the factor is that of the norm
-                 over all parameters at the step before (at the first step, of each parameter)
+    clip         largest norm of a parameter's gradient; None: no clipping
+    clip_by      "norm": of each parameter; "previous_norm": the factor is that of the norm over all parameters at the
+                 step before (at the first step, of each parameter)
 
     The training loop stays: `step()` then only updates what has a gradient left.  The bits are those of ordinary steps.
     ValueError for rules that need sums over the model; NotImplementedError under DistributedDataParallel and FSDP1;

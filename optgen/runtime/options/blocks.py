@@ -16,9 +16,8 @@ What is asked for is decided once, when a parameter comes into the optimizer, an
 from __future__ import annotations
 
 import functools
-import glob
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -34,45 +33,6 @@ Count = int | tuple[int, ...]
 
 Recorded = tuple[tuple[plans.Label, Count], ...]
 """Into how many blocks single parameters fall."""
-
-QUERIES = frozenset({"q_proj", "q_lin", "wq", "to_q", "query", "q"})
-KEYS = frozenset({"k_proj", "k_lin", "wk", "to_k", "key", "k"})
-FUSED = frozenset({"qkv_proj", "in_proj_weight", "query_key_value", "c_attn", "qkv", "Wqkv", "wqkv"})
-"""Names of the module (or weight) of queries, of keys, and of both with the values."""
-ADAPTERS = ("lora_", "hada_", "lokr_", "vera_", "oft_", "boft_", "ia3_")
-"""Names of adapters' matrices, which stand below the module that they adapt: their rows are no heads."""
-
-
-def attention_heads(
-    named_parameters: Iterable[tuple[str, Tensor]], heads: int, kv_heads: int | None = None
-) -> dict[str, int]:
-    """`blocks` for a transformer: queries and keys fall into their heads, all else has a block for each row.
-
-    named_parameters  of the model
-    heads, kv_heads   of queries, and of keys where these are fewer
-    Weights have shape (heads * size of a head, inputs), as those of torch.nn.Linear.  Matrices of adapters such as
-    q_proj.lora_A are left out: they have a block for each row.  ValueError where no matrix is
-    called as those of queries or keys are, and where one makes queries, keys and values.
-    """
-    found: dict[str, int] = {}
-    for name, p in named_parameters:
-        parts = set(name.split("."))
-        if p.ndim < 2 or any(part.startswith(ADAPTERS) for part in parts):
-            continue
-        if parts & FUSED:
-            raise ValueError(
-                f"attention_heads: {name!r} makes queries, keys and values, whose blocks differ: say yourself how many "
-                f"heads of equal size it has, blocks={{{name!r}: ...}}"
-            )
-        if parts & QUERIES or parts & KEYS:
-            found[glob.escape(name)] = heads if parts & QUERIES or kv_heads is None else kv_heads
-    if not found:
-        raise ValueError(
-            f"attention_heads: no matrix is called as those of queries or keys are "
-            f"({', '.join(sorted(QUERIES | KEYS))}): write blocks={{pattern of names: heads}}"
-        )
-    return found
-
 
 def _equal(rows: Sequence[int]) -> str:
     """Return what to do instead of blocks of these rows."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from optgen.runtime.layout import plans
 from optgen.runtime.options import blocks, overrides
-from optgen.runtime.records import Hyper, as_float, as_int, dtype_name, series, switch
+from optgen.runtime.records import Hyper, as_float, as_int, series, switch
 from optgen.runtime.records.warn import warn
 
 BACKENDS = ("auto", "reference", "triton", "cpp")
@@ -25,13 +25,13 @@ OWN = frozenset({"plan", "overrides", "blocks", "backend", "seed", "stagger", "w
 MODE = "train_mode"
 """Key of a group, under rules with weights for evaluation: False while the model holds these (schedulefree has it)."""
 
-RUNNING = ("capturable", "fused", "offload")
+RUNNING = ("capturable", "offload")
 """Keys for the way in which a step is made, not for its result.  A group has them only if they were requested."""
 
 BASE = "base_lr"
 """Key of a group of a rule with scheduled hyper-parameters: the lr that they belong to, at which the group began."""
 
-FOREIGN = frozenset({"params", "backend", "workspace", "format", "foreach", "differentiable", *RUNNING})
+FOREIGN = frozenset({"params", "backend", "workspace", "format", "foreach", "fused", "differentiable", *RUNNING})
 """Keys of a saved group that say how its optimizer ran or was saved, not what it had learned: not taken over."""
 
 Setting = tuple[tuple[str, bool], ...]
@@ -75,7 +75,7 @@ def _switches(cls: Any) -> tuple[str, ...]:
 
 
 def _check_running(cls: Any, group: Mapping[str, Any], found: Mapping[str, bool]) -> None:
-    """Raise ValueError if a step cannot be made in the ways that are asked for; `foreach` alone has no effect."""
+    """Raise ValueError if a step cannot be made in the ways asked for; `foreach` and `fused` have no effect."""
     if _is_given(differentiable := group.get("differentiable")):
         raise ValueError(
             f"{cls.__name__} does not support differentiable={differentiable!r:.80}: the step is one fused kernel that "
@@ -87,7 +87,7 @@ def _check_running(cls: Any, group: Mapping[str, Any], found: Mapping[str, bool]
             f"{cls.__name__} does not support capturable=True: {changing[0]} makes some of its steps different ones, "
             f"and a CUDA graph repeats one step"
         )
-    if found.get("fused") and group.get("foreach"):
+    if _is_given(group.get("fused")) and group.get("foreach"):
         raise ValueError(f"{cls.__name__}: fused and foreach cannot both be True, as in torch")
 
 
@@ -137,23 +137,16 @@ def _workspace(cls: Any, value: object) -> int | None:
 
 
 def _plan(cls: Any, option: object) -> plans.PlanOption:
-    """A plan option whose plans all exist."""
+    """A plan option whose plan exists."""
     if option is None:
         return None
-    if isinstance(option, str):
-        plans.load(cls, option)
-        return option
-    if isinstance(option, Mapping) and all(isinstance(k, str) and isinstance(v, str) for k, v in option.items()):
-        for dtype, name in option.items():
-            if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                want = "use float32, bfloat16 or float16"
-                raise ValueError(f"{cls.__name__}: plan names an unknown parameter dtype {dtype!r}; {want}")
-            plans.load(cls, name)
-        return dict(option)
-    raise TypeError(
-        f"{cls.__name__}: plan must be a plan's name, names by parameter dtype ({{'bfloat16': ...}}), or None, "
-        f"got {option!r}"
-    )
+    if not isinstance(option, str):
+        raise TypeError(
+            f"{cls.__name__}: plan must be a plan's name, or None, got {option!r}; parameters of another plan are a "
+            f"group of their own, {{'params': [...], 'plan': ...}}"
+        )
+    plans.load(cls, option)
+    return option
 
 
 _READERS: Mapping[str, Callable[[Any, Any], Any]] = {
@@ -166,18 +159,13 @@ _READERS: Mapping[str, Callable[[Any, Any], Any]] = {
 """The checks of options that are neither numbers nor switches; None leaves an option out, but for `plan`."""
 
 
-def record_plan(cls: type, option: plans.PlanOption, params: Iterable[Tensor]) -> plans.PlanOption:
-    """The plan option with the defaults filled in for the trainable dtypes, so that a checkpoint says which
-    plan its states have even where the defaults of a later build differ."""
-    dtypes = list(dict.fromkeys(p.dtype for p in params if p.requires_grad))
-    for dtype in dtypes:
-        overrides.refuse_missing(cls, plans.plan_name(cls, option, dtype), dtype)
-    if isinstance(option, str) or not dtypes:
-        return option
-    names = {dtype_name(dtype): plans.plan_name(cls, option, dtype) for dtype in dtypes}
-    return (
-        next(iter(names.values())) if option is None and len(set(names.values())) == 1 else {**(option or {}), **names}
-    )
+def record_plan(cls: type, option: plans.PlanOption, params: Iterable[Tensor]) -> str:
+    """The plan option with the default filled in, so that a checkpoint says which plan its states have even where the
+    default of a later build differs."""
+    name = plans.plan_name(cls, option)
+    for dtype in dict.fromkeys(p.dtype for p in params if p.requires_grad):
+        overrides.refuse_missing(cls, name, dtype)
+    return name
 
 
 def rounds(cls: Any, group: Mapping[str, Any]) -> dict[str, float]:

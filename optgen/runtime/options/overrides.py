@@ -38,7 +38,7 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 """The parts of names that wrappers add before or between those of what they wrap."""
 
 Given = Mapping[Any, Any] | None
-"""{pattern, "numel < N", module, class of modules or parameter: plan}, the first that holds wins."""
+"""{pattern, "numel < N" or class of modules: plan}, the first that holds wins."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,14 @@ class Member:
 
 
 class Override:
-    """One entry of `overrides`, or of another option with such keys: it holds for a pattern of names, for a size, for a
-    class of modules, or for the parameters of these ids."""
+    """One entry of `overrides`, or of another option with such keys: it holds for a pattern of names, for a size, or
+    for a class of modules."""
 
     def __init__(self, where: str, key: Any, value: Any, has_model: bool) -> None:
         self.value, self.used, self.shown = value, False, repr(key)
         self.pattern: str | None = None
         self.size: tuple[Callable[[int, int], bool], int] | None = None
         self.kind: type[nn.Module] | None = None
-        self.params = frozenset[int]()
         if isinstance(key, str):
             size = _SIZE.fullmatch(key)
             if size is not None:
@@ -68,10 +67,6 @@ class Override:
                 raise ValueError(f"{where}: expected a size such as 'numel < 16384', got {key!r}")
             else:
                 self.pattern = key
-        elif isinstance(key, nn.Module):
-            self.params, self.shown = frozenset(map(id, key.parameters())), f"the module {type(key).__name__}"
-        elif isinstance(key, Tensor):
-            self.params, self.shown = frozenset((id(key),)), f"a parameter of shape {list(key.shape)}"
         elif isinstance(key, type) and issubclass(key, nn.Module):
             if not has_model:
                 raise ValueError(
@@ -81,8 +76,8 @@ class Override:
             self.kind, self.shown = key, key.__name__
         else:
             raise TypeError(
-                f"{where}: a key must be a pattern of parameter or module names, a size such as 'numel < 16384', a "
-                f"module, a class of modules or a parameter, got {key!r:.80}"
+                f"{where}: a key must be a pattern of parameter or module names, a size such as 'numel < 16384', or a "
+                f"class of modules, got {key!r:.80}"
             )
 
     def holds(self, member: Member) -> bool:
@@ -91,10 +86,8 @@ class Override:
         if self.pattern is not None:
             pattern = self.pattern
             return any(fnmatchcase(name, pattern) for name in member.names)
-        if self.kind is not None:
-            kind = self.kind
-            return any(issubclass(found, kind) for found in member.classes)
-        return id(member.p) in self.params
+        kind = self.kind
+        return kind is not None and any(issubclass(found, kind) for found in member.classes)
 
 
 class Tables:
@@ -220,11 +213,6 @@ class Overrides:
                 f"is a pattern of names, and the parameters have none: give model.named_parameters(), or the model as "
                 f"well, {self.where.partition(':')[0]}(..., module=model)"
             )
-        if rule.pattern is None and rule.kind is None:
-            return (
-                "matches no parameter: it has been replaced, copied or sharded since, or its parameters were not "
-                "given; make the optimizer from the model as it is now"
-            )
         close = difflib.get_close_matches(rule.pattern or "", names, n=1)
         return "matches no parameter" + (f"; did you mean {close[0]!r}?" if close else "")
 
@@ -253,7 +241,7 @@ def settled(cls: type, option: plans.PlanOption, value: str, dtype: torch.dtype)
     if value not in (FP32, plans.FULL):
         refuse_missing(cls, value, dtype)
         return value
-    if _keeps_fp32(plans.load(cls, plans.plan_name(cls, option, dtype)), dtype):
+    if _keeps_fp32(plans.load(cls, plans.plan_name(cls, option)), dtype):
         return plans.FULL
     name = FP32 if dtype is torch.float32 else MASTER
     refuse_missing(cls, name, dtype)

@@ -42,7 +42,7 @@ class Mark:
 def keep_states_fp32(module: nn.Module) -> nn.Module:
     """Let every optimizer keep the states of this module's parameters, and of those below it, in fp32; returns it.
 
-    As `overrides={module: "fp32"}` would, but said once, where the model is made.  It holds for optimizers that are
+    As `overrides={"name": "fp32"}` would, but said once, where the model is made.  It holds for optimizers that are
     made afterwards; `overrides` that name the parameter come first.
     The mark follows the module through `.to()`, casts, `fully_shard`, deep copies and pickling.
     TypeError for what is no module.

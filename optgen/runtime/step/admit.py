@@ -150,8 +150,7 @@ def _warn_discouraged(cls: Any, entries: Iterable[Entry]) -> None:
         found = [] if variant.small else [s for s in variant.states if s in pair.discouraged]
         if found:
             warned.add(name)
-            usual = cls.DEFAULT_PLAN.get(dtype_name(p.dtype), name)
-            other = f", such as {usual!r}" if usual != name else ""
+            other = f", such as {cls.DEFAULT_PLAN!r}" if name != cls.DEFAULT_PLAN else ""
             warn(
                 f"{cls.__name__}: plan {name!r} is discouraged: `{found[0]}`: {pair.discouraged[found[0]]}.  Use "
                 f"another plan{other}; `optgen check {cls.SPEC}` lists those without an error",
@@ -180,18 +179,6 @@ def _warn_embeddings(cls: Any, entries: Iterable[Entry], module: nn.Module | Non
             f"optgen.make({{{names!r}: {{'rule': 'adamw', 'lr': 3e-4}}, '*': {cls.SPEC!r}}}, model)",
             cls,
         )
-
-
-def warn_untrained(cls: Any, groups: Sequence[dict[str, Any]], steps: int) -> None:
-    """Warn that several steps have found no gradient."""
-    count = sum(len(group["params"]) for group in groups)
-    warn(
-        f"{cls.__name__}: {steps} steps, and none of its {count} parameters has had a gradient yet: these steps "
-        f"changed nothing.  Is backward() called before step(), and zero_grad() after it?  Does the loss depend on "
-        f"these very parameters, or on a copy of the model, or on one that was sharded or rebuilt after the optimizer "
-        f"was made?",
-        cls,
-    )
 
 
 # -- at a step ---------------------------------------------------------------------------------------------------------

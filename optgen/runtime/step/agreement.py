@@ -43,13 +43,13 @@ def senders(cls: Any, listed: Sequence[Entry]) -> dict[Any, list[Stack]]:
         if not isinstance(entry.p, sharded) or not entry.p.requires_grad:
             continue
         if choices is None or entry.number != number:
-            number, choices = entry.number, GroupChoices(cls, entry.group, False)
-        choice, variant = choices.find(entry)
+            number, choices = entry.number, GroupChoices(cls, entry.group)
+        choice = choices.find(entry)
+        variant = choice.variant
         of = sharding.layout_of(entry.p)
         if not of.dims():
             continue
         steps = list(plans.at_steps(choice.plan, variant, cls.FLAGS))
         if any(v.stages for v in steps) or sharded_states.is_gathered(variant, of):
-            rows = choices.rows(entry.name) if variant.needs_matrix else ()
-            found[entry.p] = Stack.of(of, steps, rows)
+            found[entry.p] = Stack.of(of, steps, choice.rows)
     return found

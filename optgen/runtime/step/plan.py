@@ -27,7 +27,7 @@ from optgen.runtime.options.entries import Owner
 from optgen.runtime.step.launch import Kernels, Tables
 from optgen.runtime.work import counting, staged
 from optgen.runtime.work.bucket import Bucket
-from optgen.runtime.work.counting import Control, Scaler, StepScalars
+from optgen.runtime.work.counting import Control, StepScalars
 
 State = dict[str, Any]
 
@@ -73,17 +73,16 @@ class Options:
             self.read, self.plain = found, {*map(type, parts)} <= {float, int, bool, type(None)}
         return self.hypers
 
-    def count(self, bucket: Bucket, control: Control | None, scaler: Scaler | None) -> StepScalars:
+    def count(self, bucket: Bucket, control: Control | None) -> StepScalars:
         """Compute the scalars of a bucket's step; control: where they are on the device, None for the host's.
 
         Raises ValueError if a hyper-parameter is out of its range.
         """
         sign, seed = -1.0 if self.group["maximize"] else 1.0, self.group["seed"]
         if control is None:
-            factor = sign if scaler is None else scaler.factor(sign)
-            return counting.on_host(bucket.variant, bucket.row, bucket.step, bucket.host, factor, self.on_host(), seed)
+            return counting.on_host(bucket.variant, bucket.row, bucket.step, bucket.host, sign, self.on_host(), seed)
         hypers = options.hypers_of(self.cls, self.group, bucket.device)
-        return counting.on_device(bucket.variant, control, bucket.step, bucket.host, sign, hypers, seed, scaler)
+        return counting.on_device(bucket.variant, control, bucket.step, bucket.host, sign, hypers, seed)
 
 
 class PreparedBucket(NamedTuple):
@@ -205,10 +204,10 @@ class PlannedBucket:
                 return False
         return True
 
-    def ready(self, group: Options, scaler: Scaler | None) -> PreparedBucket:
+    def ready(self, group: Options) -> PreparedBucket:
         """Return the bucket with the scalars of its next step."""
         control = self.kernels.control if self.bucket.counted else None
-        return PreparedBucket(self.bucket, self.kernels, group.count(self.bucket, control, scaler))
+        return PreparedBucket(self.bucket, self.kernels, group.count(self.bucket, control))
 
     def follow(self) -> None:
         """Write the addresses of gradients into the tables, where they have changed."""
@@ -271,10 +270,6 @@ class StepPlan:
         buckets = [part.bucket for part in self.parts]
         return self.kinds == len(buckets) or len({(b.kind, b.step, b.host) for b in buckets}) == len(buckets)
 
-    def skips(self, scaler: Scaler | None) -> bool:
-        """Return True if a scaler has found an infinity, and the host has to know."""
-        return scaler is not None and any(not part.bucket.counted for part in self.parts) and scaler.found_infinity()
-
     def rest(self) -> None:
         """Let go of states and gradients until the next step."""
         for part in self.parts:
@@ -299,14 +294,14 @@ class Plans:
         self.kept: list[StepPlan] = []
         self.groups: list[Options] = []
 
-    def find(self, owner: Owner, scaled: bool) -> StepPlan | None:
+    def find(self, owner: Owner) -> StepPlan | None:
         """Return the plan that makes the next step, too, whose tensors its buckets take; forget all if one does not
         hold any more."""
         if not self.kept:
             return None
         try:
             with self.plain_reads():
-                if self._hold(owner, scaled):
+                if self._hold(owner):
                     grads = [p.grad for p in self.params]
                     idle = list(map(is_, grads, repeat(None)))
                     plan = next((x for x in self.kept if x.idle == idle and x.is_due(owner)), None)
@@ -317,11 +312,10 @@ class Plans:
         self.forget()
         return None
 
-    def _hold(self, owner: Owner, scaled: bool) -> bool:
+    def _hold(self, owner: Owner) -> bool:
         groups = owner.groups
         return (
             len(groups) == len(self.groups)
-            and scaled == self.scaled
             and all(map(Options.matches, self.groups, groups))
             and self._streams() == self.streams
             and not any(p.requires_grad for p in self.frozen)
@@ -331,12 +325,10 @@ class Plans:
         """Return the streams of launches."""
         return [torch.cuda.current_stream(device).cuda_stream for device in self.devices]
 
-    def keep(
-        self, owner: Owner, groups: list[Options], ready: Sequence[PreparedBucket], used: Tables, scaled: bool
-    ) -> None:
-        """Keep the plan of a step; scaled: there was a GradScaler."""
+    def keep(self, owner: Owner, groups: list[Options], ready: Sequence[PreparedBucket], used: Tables) -> None:
+        """Keep the plan of a step."""
         if not self.kept:
-            self.groups, self.scaled = groups, scaled
+            self.groups = groups
             self.params = [p for group in owner.groups for p in group["params"]]
             sharded = [p for p in self.params if sharding.is_sharded(p)] if sharding.kind() else []
             self.frozen = [p for p in sharded if not p.requires_grad]  # ranks may wait for one another once trained

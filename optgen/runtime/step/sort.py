@@ -15,11 +15,12 @@ from optgen.runtime.options import blocks, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, keys
 from optgen.runtime.records.arena import Arena
+from optgen.runtime.records.join import Pair
 from optgen.runtime.states import state
 from optgen.runtime.step import admit, backends, model_sums
 from optgen.runtime.step.admit import Dtypes
 from optgen.runtime.work import counting, gathered
-from optgen.runtime.work.bucket import Bucket
+from optgen.runtime.work.bucket import Backend, Bucket
 
 _UNCUT: frozenset[str] = frozenset()
 
@@ -30,65 +31,48 @@ Fresh = list[tuple[Bucket, int]]
 """Parameters without states: their bucket, and their index in it."""
 
 
-class Choice:
-    """The plan and the backend of a group's parameters of one dtype and device.
+class Choice(NamedTuple):
+    """The plan, the kernels and the backend of a parameter's step.
 
-    own       the plan of these parameters alone: "split32"; None for that of the group
-    plan      the rule under the plan
-    backend   the maker of the steps: "triton"
-    counted   True if steps are counted on the device, as capturable=True asks, and fused=True if there is a
-              GradScaler; None: as in their states.  Only Triton kernels can be told
-    limit     elements below which a tensor takes the variant for small ones: 4096
-    variants  the kernels found, by shape and requested blocks: {((6, 4), None): variant}
+    plan     the rule under the plan
+    variant  its kernels
+    backend  the maker of the step: "triton"
+    counted  True if steps are counted on the device, as capturable=True asks of Triton kernels
+    rows     of each matrix of a parameter that is several of unequal numbers of rows: (64, 32); else ()
     """
 
-    __slots__ = ("backend", "counted", "device", "dtype", "limit", "own", "plan", "variants")
-
-    def __init__(self, cls: Any, group: dict[str, Any], entry: Entry, scaled: bool, own: str | None) -> None:
-        p = entry.p
-        self.dtype, self.device, self.own = p.dtype, p.device, own
-        _, self.plan, self.limit = plans.chosen(cls, group, p.dtype, entry.name)
-        self.backend = backends.choose(group["backend"], p.device, self.plan)
-        self.counted: bool | None = False
-        if self.backend == "triton" and all(flag.clock is None for flag in cls.FLAGS):
-            fused = (scaled or None) if group.get("fused") else False
-            self.counted = True if group.get("capturable") else fused
-        self.variants: dict[tuple[torch.Size, blocks.Count | None], Variant] = {}
+    plan: Pair
+    variant: Variant
+    backend: Backend
+    counted: bool
+    rows: tuple[int, ...]
 
 
 class GroupChoices:
-    def __init__(self, cls: Any, group: dict[str, Any], scaled: bool) -> None:
-        self._cls, self._group, self._scaled = cls, group, scaled
+    """The choices of a group's parameters, one for all that are alike."""
+
+    def __init__(self, cls: Any, group: dict[str, Any]) -> None:
+        self._cls, self._group = cls, group
         self._own, self._blocks = plans.own(group), blocks.of(cls, group)
-        self._made: dict[tuple[torch.dtype, torch.device, str | None], Choice] = {}
-        self._last: Choice | None = None
+        self._made: dict[tuple[object, ...], Choice] = {}
 
-    def rows(self, name: plans.Label) -> tuple[int, ...]:
-        """Return the rows of each matrix of a parameter that is several of unequal numbers of rows, else ()."""
+    def find(self, entry: Entry) -> Choice:
+        """Return the choice of a parameter.  Raises ValueError if its blocks do not divide its rows."""
+        p, name = entry.p, entry.name
         count = self._blocks.get(name) if self._blocks else None
-        return count if isinstance(count, tuple) else ()
+        kind = (p.dtype, p.device, p.shape, self._own.get(name) if self._own else None, count)
+        choice = self._made.get(kind)
+        if choice is None:
+            choice = self._made[kind] = self._choose(p, name, count)
+        return choice
 
-    def find(self, entry: Entry) -> tuple[Choice, Variant]:
-        """Return the choice and the variant of a parameter.  Raises ValueError if its blocks do not divide its rows."""
-        p, name, last = entry.p, entry.name, self._last
-        dtype, device, own = p.dtype, p.device, self._own.get(name) if self._own else None
-        if last is None or dtype is not last.dtype or device != last.device or own != last.own:
-            kind = (dtype, device, own)
-            last = self._made.get(kind)
-            if last is None:
-                last = self._made[kind] = Choice(self._cls, self._group, entry, self._scaled, own)
-            self._last = last
-        seen = p.shape, self._blocks.get(name) if self._blocks else None
-        variant = last.variants.get(seen)
-        if variant is None:
-            try:
-                shape = blocks.shape(self._cls, p, seen[1])
-            except ValueError as error:
-                raise ValueError(f"{self._cls.__name__}: blocks: parameter {name!r} {error}") from None
-            flags = options.flags_of(self._cls, self._group, shape, name)
-            variant = plans.variant(last.plan, dtype, p.numel() < last.limit, flags, p.ndim < 2)
-            last.variants[seen] = variant = blocks.seen(self._cls, variant, p, seen[1], self._group, name)
-        return last, variant
+    def _choose(self, p: Tensor, name: Label, count: blocks.Count | None) -> Choice:
+        _, plan, variant = checkpoint.select(self._cls, self._group, p, name)
+        backend = backends.able(backends.choose(self._group["backend"], p.device, plan), plan, variant)
+        clocked = any(flag.clock is not None for flag in self._cls.FLAGS)
+        counted = backend == "triton" and not clocked and bool(self._group.get("capturable"))
+        rows = count if isinstance(count, tuple) and variant.needs_matrix else ()
+        return Choice(plan, variant, backend, counted, rows)
 
 
 class _Count(NamedTuple):
@@ -110,38 +94,38 @@ class _Count(NamedTuple):
 class _Sorter:
     """The buckets of a step, as parameters are added in order."""
 
-    def __init__(self, owner: Owner, dtypes: Dtypes, scaled: bool) -> None:
-        self.cls, self.states, self.dtypes, self.scaled = owner.cls, owner.states, dtypes, scaled
+    def __init__(self, owner: Owner, dtypes: Dtypes) -> None:
+        self.cls, self.states, self.dtypes = owner.cls, owner.states, dtypes
         self.buckets: dict[tuple[object, ...], Bucket] = {}
         self.chunks: dict[tuple[object, ...], tuple[int, int]] = {}
         self.inputs = bool(self.cls.INPUTS)
         self.clocked = any(flag.clock is not None for flag in self.cls.FLAGS)
         self.fresh: Fresh = []
         self.sharded, self.capturing = sharding.kind(), counting.capturing()
-        self.switched = any(flag.nonzero is not None for flag in self.cls.FLAGS)
-        self.limits = {} if self.switched else {name: 0 for flag in self.cls.FLAGS for name in flag.limits}
+        limits = [name for flag in self.cls.FLAGS for name in flag.limits]
+        self.deciding = [f.nonzero or f.name for f in self.cls.FLAGS if f.nonzero or not f.derived] + limits
 
     def begin(self, number: int, group: dict[str, Any]) -> None:
         """Parameters of this group follow."""
         options.check_again(self.cls, group)
         self.number, self.group = number, group
         self.workspace = group.get("workspace") or workspace.USUAL
-        self.choices = GroupChoices(self.cls, group, self.scaled)
+        self.choices = GroupChoices(self.cls, group)
 
     def add(self, entry: Entry, g: Tensor) -> None:
         """Add a parameter to its bucket, a new one if there is none."""
         p, name = entry.p, entry.name
         grad_dtype = admit.check_pair(self.cls, self.dtypes, p, g, name)
-        choice, variant = self.choices.find(entry)
+        choice = self.choices.find(entry)
         kept: state.State | None = self.states.get(p)
-        if self.limits and kept:
-            self._refuse_limits(choice, variant, kept, state.label(p, name))
-        shard, cut, size = self._shard(entry, choice, variant, kept)
-        count = self._count(choice, variant, kept, p, name)
+        if self.deciding and kept and kept.get("step"):
+            self._refuse_changed(choice, kept, state.label(p, name))
+        shard, cut, size = self._shard(entry, choice, kept)
+        count = self._count(choice, kept, p, name)
         if self.inputs:
-            inputs.check_fed(self.cls, variant, count.host, state.label(p, name))
-        bucket = self._bucket(entry, choice, variant, grad_dtype, cut, count, size)
-        if not count.ready or (self.switched and self._begins(variant, p, kept, name)):
+            inputs.check_fed(self.cls, choice.variant, count.host, state.label(p, name))
+        bucket = self._bucket(entry, choice, grad_dtype, cut, count, size)
+        if not count.ready:
             self.fresh.append((bucket, len(bucket.params)))
         if shard is not None:
             (p, g), kept = admit.local_pair(self.cls, p, g, name), sharding.locals_of(shard.owner)
@@ -151,59 +135,59 @@ class _Sorter:
         bucket.params.append(p)
         bucket.grads.append(g)
         bucket.states.append(kept if kept is not None else {})
-        if variant.needs_matrix and (rows := self.choices.rows(name)):
-            bucket.pieces[len(bucket.names)] = name, rows
+        if choice.rows:
+            bucket.pieces[len(bucket.names)] = name, choice.rows
         bucket.streams.append(keys.stream_key(name))
         bucket.names.append(name)
         bucket.positions.append(entry.position)
 
     def _shard(
-        self, entry: Entry, choice: Choice, variant: Variant, kept: state.State | None
+        self, entry: Entry, choice: Choice, kept: state.State | None
     ) -> tuple[sharded_states.ShardedParameter | None, frozenset[str], int]:
         """Return how a parameter lies over ranks, if it does, what of its matrices is cut, and the elements of the
         largest part."""
         if self.sharded is None or not isinstance(entry.p, self.sharded):
             return None, _UNCUT, entry.p.numel()
-        shard = admit.shard(self.cls, choice.plan, variant, entry, kept)
-        cut = _UNCUT if shard.gathered else shard.layout.roles(variant.matrix)
+        shard = admit.shard(self.cls, choice.plan, choice.variant, entry, kept)
+        cut = _UNCUT if shard.gathered else shard.layout.roles(choice.variant.matrix)
         return shard, cut, sharding.largest_part(shard.layout) if cut else entry.p.numel()
 
     def _bucket(
-        self, entry: Entry, choice: Choice, variant: Variant, grad_dtype: torch.dtype, cut: frozenset[str],
-        count: _Count, size: int,
-    ) -> Bucket:  # fmt: skip
+        self, entry: Entry, choice: Choice, grad_dtype: torch.dtype, cut: frozenset[str], count: _Count, size: int
+    ) -> Bucket:
         """Return the bucket of a parameter, a new one if there is none; size: elements of the largest part of it."""
+        variant, device = choice.variant, entry.p.device
         at_step: options.Setting = ()
         if self.clocked:
             assert not isinstance(count.step, Tensor)  # such flags are not counted on a device
             host = dict(zip(variant.host_names, count.host, strict=True))
             at_step = options.at_step(self.cls, self.group, count.step + 1, entry.position, host)
-        kind: tuple[object, ...] = (self.number, variant, grad_dtype, choice.device, cut, at_step)
+        kind: tuple[object, ...] = (self.number, variant, grad_dtype, device, cut, at_step)
         key, turn = (*kind, *count.key), 0
         if variant.left_per_element and not (cut and variant.model_temps):
             chunk = self._chunk(key, variant.left_per_element * size)
             kind, key, turn = (*kind, chunk), (*key, chunk), chunk if cut else 0
         bucket = self.buckets.get(key)
         if bucket is None:
-            backend = backends.able(choice.backend, choice.plan, variant)
             bucket = self.buckets[key] = Bucket(
-                self.number, choice.plan, variant, backend, choice.device, grad_dtype, count.step, count.host, cut=cut,
-                counted=backend == "triton" and (count.on_device or bool(choice.counted)), at_step=at_step,
-                workspace=self.workspace, turn=turn, kind=kind,
+                self.number, choice.plan, variant, choice.backend, device, grad_dtype, count.step, count.host, cut=cut,
+                counted=choice.counted, at_step=at_step, workspace=self.workspace, turn=turn, kind=kind,
             )  # fmt: skip
         return bucket
 
-    def _refuse_limits(self, choice: Choice, variant: Variant, kept: state.State, label: str) -> None:
-        """Raise ValueError for a state that has what the parameter has no use for under limits changed since."""
-        if not kept.get("step") or kept.keys() == variant.keys:
+    def _refuse_changed(self, choice: Choice, kept: state.State, label: str) -> None:
+        """Raise ValueError for a parameter that has other states under options that were changed since its steps."""
+        if kept.keys() == choice.variant.keys:
             return
-        owners = {f.name: f.owner for v in choice.plan.variants for f in v.fields}
-        gone = {owners[x] for x in kept.keys() - variant.keys if x in owners}
-        if found := gone or {owners[x] for x in variant.keys - kept.keys() if x in owners}:
-            had, has = ("with", "does not have") if gone else ("without", "has")
+        owners = {f.name: f.owner for v in choice.plan.variants for f in v.fields if f.owner != "p"}
+        made, wanted = ({owners[key] for key in keys if key in owners} for keys in (kept, choice.variant.keys))
+        if made != wanted:
+            had, has = ("with", "does not have") if made - wanted else ("without", "has")
+            names = ", ".join(sorted(made - wanted or wanted - made))
+            options = ", ".join(f"{x}={self.group[x]!r}" for x in self.deciding)
             raise ValueError(
-                f"{self.cls.__name__}: {label} has made steps {had} {', '.join(sorted(found))}, which it {has} "
-                f"under {', '.join(f'{x}={self.group[x]!r}' for x in self.limits)}: set that back, or begin anew"
+                f"{self.cls.__name__}: {label} has made steps {had} {names}, which it {has} under {options}: set that "
+                f"back, or make a new optimizer"
             )
 
     def _chunk(self, key: tuple[object, ...], size: int) -> int:
@@ -214,40 +198,19 @@ class _Sorter:
         self.chunks[key] = chunk, used + size
         return chunk
 
-    def _count(self, choice: Choice, variant: Variant, kept: state.State | None, p: Tensor, name: Label) -> _Count:
+    def _count(self, choice: Choice, kept: state.State | None, p: Tensor, name: Label) -> _Count:
         """Return how many steps a parameter has made."""
         step = kept.get("step") if kept else None
-        if choice.counted is not False and kept is not None and counting.is_there(step, torch.int64, p.device):
-            host = tuple([kept.get(key) for key in variant.host_names])
+        if choice.counted and kept is not None and counting.is_there(step, torch.int64, p.device):
+            host = tuple([kept.get(key) for key in choice.variant.host_names])
             if all(counting.is_there(x, torch.float64, p.device) for x in host):
                 return _Count(step, host, True, True)
         if self.capturing:
             raise counting.not_ready(state.label(p, name))
         if type(step) is not int or step <= 0:  # new, or put there by somebody else
             step = _steps(kept, p, name)
-        host = tuple([_host_state(key, value, kept, p, name) for key, value in variant.host_states])
+        host = tuple([_host_state(key, value, kept, p, name) for key, value in choice.variant.host_states])
         return _Count(step, host, False, step > 0)
-
-    def _begins(self, variant: Variant, p: Tensor, kept: state.State | None, name: Label) -> bool:
-        """Return True if the state of a parameter that has made steps lacks what a hyper-parameter asks for since it
-        is not 0 any more.
-
-        Raises RuntimeError if that would have had to begin with the first weight.
-        """
-        if kept is None or variant.keys <= kept.keys():
-            return False
-        before = checkpoint.held(self.cls, self.group, p, name, variant, kept)
-        if before is variant:  # something else is missing: the state does not fit
-            return False
-        late = [found for found in variant.states if found not in before.states]
-        if any(variant.init.get(found) == "param" for found in late):
-            raise RuntimeError(
-                f"{self.cls.__name__}: {state.label(p, name)} has made steps without {late[0]}, which "
-                f"begins with the weight before the first one: that is gone, make a new optimizer"
-            )
-        if self.capturing:
-            raise counting.not_ready(state.label(p, name))
-        return bool(late)
 
 
 def _has_memory(p: Tensor, g: Tensor) -> bool:
@@ -291,16 +254,14 @@ def buckets(
     listed: Sequence[Entry],
     elsewhere: Mapping[Tensor, Tensor],
     dtypes: Dtypes,
-    scaler: counting.Scaler | None,
     fed: bool = True,
 ) -> tuple[list[Bucket], Fresh]:
     """Sort the parameters that have gradients; return the buckets, and the parameters whose states are to be made.
 
     elsewhere   gradients of parameters that have theirs on other ranks
     fed         whether inputs must have been fed
-    Returns no buckets if a scaler has found an infinity and any step is counted on the host.
     """
-    sorter = _Sorter(owner, dtypes, scaler is not None)
+    sorter = _Sorter(owner, dtypes)
     sorter.inputs &= fed
     number = -1
     for entry in listed:
@@ -315,8 +276,6 @@ def buckets(
     found, fresh = list(sorter.buckets.values()), sorter.fresh
     for bucket in found if sorter.clocked else ():
         bucket.variant = plans.at_step(bucket.plan, bucket.variant, bucket.at_step)
-    if scaler is not None and not all(b.counted for b in found) and scaler.found_infinity():
-        return [], []
     _compile(owner, found)
     _refuse_thawed(owner.cls, fresh)
     model_sums.check(found)

@@ -25,13 +25,11 @@ from optgen.runtime.work.bucket import Bucket
 class Stepper:
     """The caches of some parameters' steps: plans, tables, known dtypes.  None is copied or pickled.
 
-    first_group  the number of its first group among those of the user's optimizer
-    dtypes       id(parameter) -> the parameter, and its dtype when it was admitted
-    arena        the buffer for new states on the CPU; None: one for each group and step
+    dtypes  id(parameter) -> the parameter, and its dtype when it was admitted
+    arena   the buffer for new states on the CPU; None: one for each group and step
     """
 
-    def __init__(self, first_group: int = 0) -> None:
-        self.first_group = first_group
+    def __init__(self) -> None:
         self.dtypes: Dtypes = {}
         self.arena: Arena | None = None
         self.plans = Plans()
@@ -47,28 +45,21 @@ class Stepper:
         self.plans.forget()
         self.named: dict[int, tuple[Tensor, Label]] = {}
 
-    def step(self, owner: Owner, scaler: counting.Scaler | None = None) -> None:
+    def step(self, owner: Owner) -> None:
         """Step every parameter that has a gradient.  Errors come before any change, except those of kernels."""
-        try:
-            # A CUDA graph captures a step that has tables of its own.
-            plan = None if counting.capturing() else self.plans.find(owner, scaler is not None)
-            if plan is not None:
-                self._repeat(plan, owner, scaler)
-            else:
-                with torch.no_grad():
-                    self._plan_and_run(owner, scaler)
-        except (TypeError, ValueError):
-            if not counting.capturing():
-                self._refuse_numbers(owner)
-            raise
+        # A CUDA graph captures a step that has tables of its own.
+        plan = None if counting.capturing() else self.plans.find(owner)
+        if plan is not None:
+            self._repeat(plan, owner)
+        else:
+            with torch.no_grad():
+                self._plan_and_run(owner)
 
-    def _repeat(self, plan: StepPlan, owner: Owner, scaler: counting.Scaler | None) -> None:
+    def _repeat(self, plan: StepPlan, owner: Owner) -> None:
         """Make a step by a plan that was kept."""
         try:
-            if plan.skips(scaler):
-                return
             self.launcher.used = plan.used
-            ready = [part.ready(self.plans.groups[part.bucket.group], scaler) for part in plan.parts]
+            ready = [part.ready(self.plans.groups[part.bucket.group]) for part in plan.parts]
             with owner.uninterrupted as begun:
                 for part in plan.parts:
                     part.follow()
@@ -79,34 +70,27 @@ class Stepper:
         finally:
             plan.rest()
 
-    def _refuse_numbers(self, owner: Owner) -> None:
-        """Raise TypeError or ValueError for a hyper-parameter that was set to what the constructor refuses."""
-        for number, group in enumerate(owner.groups, self.first_group):
-            for hyper in owner.cls.HYPERS:
-                try:
-                    hyper.read(group.get(hyper.name, hyper.default))
-                except (TypeError, ValueError) as error:
-                    raise type(error)(f"{owner.cls.__name__}: group {number}: {error}") from None
-
-    def _plan_and_run(self, owner: Owner, scaler: counting.Scaler | None) -> None:
+    def _plan_and_run(self, owner: Owner) -> None:
         """Make a step that is not like the one before."""
         listed = list(entries.of(owner.groups))
+        there = {id(e.p) for e in listed}
+        self.dtypes = {key: known for key, known in self.dtypes.items() if key in there}  # others were replaced
         self._refuse_moved_names(owner.cls, listed)
         sending = agreement.senders(owner.cls, listed)
         elsewhere = agreement.gradients_elsewhere(owner.cls, sending)
         begins = bool(owner.cls.INPUTS) and inputs.begins(owner)  # makes states alone: nothing was fed
-        buckets, fresh = sort.buckets(owner, listed, elsewhere, self.dtypes, scaler, not begins)
+        buckets, fresh = sort.buckets(owner, listed, elsewhere, self.dtypes, not begins)
         if not buckets:
             return
         if sending:
             workers.share(buckets, sending, keys.stream_key(listed[0].name))
         groups = [Options(owner.cls, group) for group in owner.groups]
-        counted = [None if b.counted else groups[b.group].count(b, None, scaler) for b in buckets]
+        counted = [None if b.counted else groups[b.group].count(b, None) for b in buckets]
         with owner.uninterrupted as begun:
             sort.complete(owner, buckets, fresh, self.arena)
             self.launcher.begin()
             pairs = [] if begins else list(zip(buckets, counted, strict=True))
-            ready = [self._prepare(owner, bucket, groups[bucket.group], scaler, known) for bucket, known in pairs]
+            ready = [self._prepare(owner, bucket, groups[bucket.group], known) for bucket, known in pairs]
             if not counting.capturing():
                 for one in ready:
                     one.kernels.load(one.counted.scalars, one.counted.key)
@@ -114,15 +98,15 @@ class Stepper:
             if owner.cls.INPUTS:
                 inputs.freed(owner.cls, {id(kept): kept for bucket in buckets for kept in bucket.owned})
             elif not sending:  # else other ranks may wait for this one at any step
-                self._keep(owner, groups, ready, scaler is not None)
+                self._keep(owner, groups, ready)
 
-    def _keep(self, owner: Owner, groups: list[Options], ready: Sequence[PreparedBucket], scaled: bool) -> None:
+    def _keep(self, owner: Owner, groups: list[Options], ready: Sequence[PreparedBucket]) -> None:
         """Keep the plan of a step, if it can make further ones."""
         if counting.capturing() or not all(one.bucket.lasts for one in ready):
             return
         if self.launcher.grown:  # else other plans would keep as much
             self.plans.forget()
-        self.plans.keep(owner, groups, ready, self.launcher.used, scaled)
+        self.plans.keep(owner, groups, ready, self.launcher.used)
 
     def _refuse_moved_names(self, cls: Any, listed: Sequence[Entry]) -> None:
         """Raise ValueError if a parameter is called as another one was at the step before, which has happened to a list
@@ -143,9 +127,8 @@ class Stepper:
                 )
 
     def _prepare(
-        self, owner: Owner, bucket: Bucket, group: Options, scaler: counting.Scaler | None,
-        counted: counting.StepScalars | None,
-    ) -> PreparedBucket:  # fmt: skip
+        self, owner: Owner, bucket: Bucket, group: Options, counted: counting.StepScalars | None
+    ) -> PreparedBucket:
         """Do all that can fail, before anything changes; `counted`: None for a step that is counted on the device."""
         bucket.localize()
         kernels = self.launcher.prepare(bucket)
@@ -155,7 +138,7 @@ class Stepper:
         if not alone and counting.capturing():
             raise counting.not_ready(f"not every parameter that steps with {state.label(*bucket.first)}")
         bucket.move_count(alone)
-        return PreparedBucket(bucket, kernels, group.count(bucket, kernels.control, scaler))
+        return PreparedBucket(bucket, kernels, group.count(bucket, kernels.control))
 
 
 def _run(owner: Owner, ready: Sequence[PreparedBucket], begun: list[Label]) -> None:

@@ -2,7 +2,7 @@
 
 The number of the step, the host states and the hyper-parameters given as tensors are 0-dim tensors there.  The
 generated host functions make 0-dim tensors of them, `Control` lays those out in memory, and a kernel around each kernel
-(gpu/device_steps.py) hands them on.  It also leaves everything as it is where a GradScaler has found an infinity.
+(gpu/device_steps.py) hands them on.
 
 One tensor counts the steps of all parameters that step together: their states hold the same object.
 """
@@ -32,27 +32,6 @@ def not_ready(what: str) -> RuntimeError:
         f"a CUDA graph is being captured, but {what} is not ready for it: create the optimizer with capturable=True "
         f"(its kernels are Triton's) and make a step with the same parameters before the capture"
     )
-
-
-class Scaler(NamedTuple):
-    """The scale of the gradients, and the flag of an infinity, that a GradScaler left with the optimizer; fp32, of one
-    element each."""
-
-    scale: Tensor | None
-    found: Tensor | None
-
-    @classmethod
-    def of(cls, optimizer: object) -> Scaler | None:
-        made = cls(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
-        return None if made == (None, None) else made
-
-    def found_infinity(self) -> bool:
-        """Read the flag: waits for the device that it is on."""
-        return self.found is not None and bool(self.found.item() != 0)
-
-    def factor(self, sign: float) -> float:
-        """Return the factor of the gradients; reads the scale."""
-        return sign if self.scale is None else sign / float(self.scale.item())
 
 
 Scalars = Any
@@ -88,21 +67,20 @@ class Control:
     """The scalars of a bucket's step on its device.
 
     values   fp32: as the kernels take them
-    words    int64 (3,): the number of the step, whether it is to be skipped, and what the seed makes of step keys
+    words    int64 (2,): the number of the step, and what the seed makes of step keys
     numbers  what `values` were made of: floats, and 0-dim fp64 tensors
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.device = device
         self.values = torch.zeros(count, dtype=torch.float32, device=device)
-        self.words = torch.zeros(3, dtype=torch.int64, device=device)
+        self.words = torch.zeros(2, dtype=torch.int64, device=device)
         self.numbers: Sequence[Scalar] = [0.0] * count
         self._places = [*self.values.unbind()]
         self._counted = torch.zeros((), dtype=torch.float64, device=device)
-        self._number, self._skip, self._stream = self.words.unbind()
+        self._number, self._stream = self.words.unbind()
         self._there: list[float | None] = [None] * count
         self._seed: int | None = None
-        self._skips: bool | None = None
         self._graphs = False
 
     def count(self, done: Tensor) -> Tensor:
@@ -110,10 +88,10 @@ class Control:
         torch.add(done, 1, out=self._number)
         return self._counted.copy_(self._number)
 
-    def fill(self, numbers: Sequence[Scalar], seed: int | None, skip: Tensor | None) -> None:
+    def fill(self, numbers: Sequence[Scalar], seed: int | None) -> None:
         """Write the values of the step whose number was counted last; no tensor is read on the host.
 
-        seed  of the random bits, None: none are drawn; skip: bool, None: no
+        seed  of the random bits, None: none are drawn
         Numbers that stand there already are not written again.  A graph writes all; and since nobody says when it runs,
         all is written after it, too.
         """
@@ -129,12 +107,6 @@ class Control:
         if seed is not None and (self._graphs or seed != self._seed):
             self._stream.fill_(keys.stream_of_steps(seed))
             self._seed = seed
-        if skip is not None:
-            self._skip.copy_(skip)
-            self._skips = None
-        elif self._graphs or self._skips is not False:
-            self._skip.zero_()
-            self._skips = False
 
     def tensors(self) -> list[Tensor]:
         """All that a graph reads of it."""
@@ -147,7 +119,7 @@ class Control:
             raise RuntimeError(
                 "a matrix function takes a hyper-parameter that is a tensor, or a number that depends on the step, "
                 "which a step that is counted on the device does not read: give it as a number, or do not set "
-                "capturable=True and fused=True"
+                "capturable=True"
             )
         return ctypes.c_float(value).value
 
@@ -158,18 +130,16 @@ class DeviceStep:
     count  int64: steps done, before it
     host   fp64: the host states, before it
     made   the host states after it
-    skip   bool: True if a GradScaler found an infinity; None: there is no scaler
     """
 
-    def __init__(self, count: Tensor, host: Sequence[Tensor], made: Sequence[Scalar], skip: Tensor | None) -> None:
-        self.count, self.host, self.made, self.skip = count, host, made, skip
+    def __init__(self, count: Tensor, host: Sequence[Tensor], made: Sequence[Scalar]) -> None:
+        self.count, self.host, self.made = count, host, made
 
     def finish(self) -> None:
-        """Count the step, and keep the host states, unless it was skipped."""
-        self.count.add_(1 if self.skip is None else ~self.skip)
+        """Count the step, and keep the host states."""
+        self.count.add_(1)
         for kept, value in zip(self.host, self.made, strict=True):
-            new = value if isinstance(value, Tensor) else torch.full_like(kept, value)
-            kept.copy_(new if self.skip is None else torch.where(self.skip, kept, new))
+            kept.copy_(value) if isinstance(value, Tensor) else kept.fill_(value)
 
 
 Row = ctypes.Array[ctypes.c_float]
@@ -182,43 +152,33 @@ def table(widths: Sequence[int]) -> list[Row]:
 
 
 def on_host(
-    variant: Variant, row: Row, done: Any, host: Sequence[Any], factor: float, hypers: Mapping[str, Any], seed: int
+    variant: Variant, row: Row, done: Any, host: Sequence[Any], sign: float, hypers: Mapping[str, Any], seed: int
 ) -> StepScalars:  # fmt: skip
     """Compute the scalars of the step after `done` steps, in fp64, into a row of a table.
 
-    host    the host states before the step
-    factor  what gradients are multiplied with
+    host  the host states before the step
+    sign  what gradients are multiplied with
     """
     (function, width), number = variant.host, done + 1
-    values = function(number, factor, **hypers, **dict(zip(variant.host_names, host, strict=True)))
+    values = function(number, sign, **hypers, **dict(zip(variant.host_names, host, strict=True)))
     row[:width] = list(values[:width])
     return StepScalars(row, keys.step_key(seed, number), [number, *values[width:]])
 
 
 def on_device(
     variant: Variant, control: Control, done: Any, host: Sequence[Any], sign: float, hypers: Mapping[str, Any],
-    seed: int, scaler: Scaler | None,
+    seed: int,
 ) -> StepScalars:  # fmt: skip
-    """Compute the scalars of the step after `done` steps into `control`.
-
-    sign  what gradients are multiplied with, before the scaler
-    """
-    function, width = variant.host
-    there, skip = done.device, None
-    scale: Scalar = sign
-    number = control.count(done)
-    if scaler is not None and scaler.found is not None:
-        skip = scaler.found.reshape(()).to(there, non_blocking=True) != 0
-    if scaler is not None and scaler.scale is not None:
-        scale = sign / scaler.scale.reshape(()).to(there, torch.float64, non_blocking=True)
-    values = function(number, scale, **hypers, **dict(zip(variant.host_names, host, strict=True)))
-    control.fill(values[:width], seed if variant.stochastic else None, skip)
+    """Compute the scalars of the step after `done` steps into `control`; arguments as in `on_host`."""
+    (function, width), number = variant.host, control.count(done)
+    values = function(number, sign, **hypers, **dict(zip(variant.host_names, host, strict=True)))
+    control.fill(values[:width], seed if variant.stochastic else None)
     if variant.eager.random:
         raise RuntimeError(
             f"{', '.join(sorted(variant.eager.random))}: matrix states are rounded by random numbers of the step, "
             "which a step that is counted on the device does not read: keep them in fp32 (overrides= of a plan), or do "
-            "not set capturable=True and fused=True"
+            "not set capturable=True"
         )
     for k in (k for stage in variant.stages if stage.space == "call" for k in stage.scalars):
         control.rounded(k)  # raises where a function of matrices needs what only the device knows
-    return StepScalars(control, 0, DeviceStep(done, host, values[width:], skip))
+    return StepScalars(control, 0, DeviceStep(done, host, values[width:]))
