@@ -126,21 +126,6 @@ def _extreme(larger: bool, keeps_nan: bool) -> Callable[[Array, Array], Array]:
     return extreme
 
 
-def _high(a: Array, b: Array) -> Array:
-    """The upper half of a product of integers."""
-    if a.itemsize < 8:
-        wide = _WIDER[a.dtype]
-        return ((a.astype(wide) * b) >> wide.type(8 * a.itemsize)).astype(a.dtype)
-    x, y, low = a.view(np.uint64), b.view(np.uint64), np.uint64(0xFFFFFFFF)
-    half = np.uint64(32)
-    x0, x1, y0, y1 = x & low, x >> half, y & low, y >> half
-    middle = x1 * y0 + (x0 * y0 >> half)
-    top = x1 * y1 + (middle >> half) + ((x0 * y1 + (middle & low)) >> half)
-    if a.dtype.kind == "i":
-        top = top - np.where(a < 0, y, np.uint64(0)) - np.where(b < 0, x, np.uint64(0))
-    return top.view(a.dtype)
-
-
 def _quotient(a: Array, b: Array) -> Array:
     """Division towards zero; by zero all bits are set."""
     safe = np.where(b == 0, b.dtype.type(1), b)
@@ -159,10 +144,10 @@ def _shifted(a: Array, by: Array, left: bool) -> Array:
     return np.where((by >= width) & (a.dtype.kind != "i"), a.dtype.type(0), a >> small)
 
 
-def _funnel(left: bool, wraps: bool) -> Callable[[Array, Array, Array], Array]:
+def _funnel(left: bool) -> Callable[[Array, Array, Array], Array]:
     def funnel(low: Array, high: Array, by: Array) -> Array:
         both = (high.astype(np.uint64) << np.uint64(32)) | low
-        count = (by & np.uint32(31) if wraps else np.minimum(by, np.uint32(32))).astype(np.uint64)
+        count = (by & np.uint32(31)).astype(np.uint64)
         return ((both << count) >> np.uint64(32) if left else both >> count).astype(np.uint32)
 
     return funnel
@@ -180,15 +165,6 @@ def _permuted(a: Array, b: Array, selectors: Array) -> Array:
     return out
 
 
-def _looked_up(a: Array, b: Array, c: Array, table: Array) -> Array:
-    """lop3: bit k of the table is the result where the bits of (a, b, c) are the binary digits of k."""
-    out = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), np.uint32)
-    for k in range(8):
-        if int(table[0]) >> k & 1:
-            out |= (a if k & 4 else ~a) & (b if k & 2 else ~b) & (c if k & 1 else ~c)
-    return out
-
-
 def _extracted(a: Array, position: Array, length: Array) -> Array:
     """bfe: a field of bits; of signed numbers its highest bit is copied upwards."""
     width = 8 * a.itemsize
@@ -198,27 +174,6 @@ def _extracted(a: Array, position: Array, length: Array) -> Array:
     kept = np.where(length == 0, a.dtype.type(0), field)
     beyond = width - length.astype(np.int64) - position < 0  # fewer bits are left: the field ends with the number
     return np.where(beyond & (length > 0), _shifted(a, position, False), kept)
-
-
-def _inserted(a: Array, into: Array, position: Array, length: Array) -> Array:
-    ones = ~np.zeros_like(into)
-    mask = _shifted(~_shifted(ones, length & 255, True), position & 255, True)
-    return (into & ~mask) | (_shifted(a, position & 255, True) & mask)
-
-
-def _leading(a: Array) -> Array:
-    """clz: the number of zeros above the highest bit that is set."""
-    width, found = 8 * a.itemsize, np.zeros(a.shape, np.uint32)
-    for k in range(width):
-        found += (a >> a.dtype.type(k)) == 0
-    return found
-
-
-def _reversed(a: Array) -> Array:
-    width, out = 8 * a.itemsize, np.zeros_like(a)
-    for k in range(width):
-        out |= ((a >> a.dtype.type(k)) & a.dtype.type(1)) << a.dtype.type(width - 1 - k)
-    return out
 
 
 def _halves(function: Callable[..., Array], dtype: Any) -> Callable[..., Array]:
@@ -307,8 +262,6 @@ def _integers(x: Array, dtype: Any, source: str) -> Array:
 
 _INTS = "u16 s16 u32 s32 u64 s64"
 _WORDS = "b16 b32 b64"
-_SIGN = {"f32": np.uint32(0x80000000)}
-
 rows("add add.rn", "f32 f64", lambda a, b: a + b)
 rows("sub sub.rn", "f32 f64", lambda a, b: a - b)
 rows("mul mul.rn", "f32 f64", lambda a, b: a * b)
@@ -336,8 +289,6 @@ rows("add", _INTS, lambda a, b: a + b)
 rows("sub", _INTS, lambda a, b: a - b)
 rows("mul.lo", _INTS, lambda a, b: a * b)
 rows("mad.lo", _INTS, lambda a, b, c: a * b + c, "t t t")
-rows("mul.hi", _INTS, _high)
-rows("mad.hi", _INTS, lambda a, b, c: _high(a, b) + c, "t t t")
 rows("mul.wide", "u16 s16 u32 s32", lambda a, b: a.astype(_WIDER[a.dtype]) * b, gives="2t")
 rows("mad.wide", "u16 s16 u32 s32", lambda a, b, c: a.astype(_WIDER[a.dtype]) * b + c, "t t 2t", "2t")
 rows("div", _INTS, _quotient)
@@ -354,23 +305,15 @@ rows("xor", f"{_WORDS} pred", lambda a, b: a ^ b)
 rows("not", f"{_WORDS} pred", lambda a: ~a, "t")
 rows("shl", _WORDS, lambda a, by: _shifted(a, by, True), "t u32")
 rows("shr", f"{_WORDS} {_INTS}", lambda a, by: _shifted(a, by, False), "t u32")
-rows("shf.l.wrap", "b32", _funnel(True, True), "t t u32")
-rows("shf.r.wrap", "b32", _funnel(False, True), "t t u32")
-rows("shf.l.clamp", "b32", _funnel(True, False), "t t u32")
-rows("shf.r.clamp", "b32", _funnel(False, False), "t t u32")
+rows("shf.l.wrap", "b32", _funnel(True), "t t u32")
+rows("shf.r.wrap", "b32", _funnel(False), "t t u32")
 rows("prmt", "b32", _permuted, "t t t")
-rows("lop3", "b32", _looked_up, "t t t u32")
 rows("bfe", "u32 s32 u64 s64", _extracted, "t u32 u32")
-rows("bfi", "b32 b64", _inserted, "t t u32 u32")
-rows("popc", "b32 b64", lambda a: np.bitwise_count(a).astype(np.uint32), "t", "u32")
-rows("clz", "b32 b64", _leading, "t", "u32")
-rows("brev", "b32 b64", _reversed, "t")
 rows("selp", f"{_WORDS} {_INTS}", lambda a, b, c: np.where(c, a, b), "t t pred")
 rows("selp", "f32", lambda a, b, c: np.where(c, a, b), "b32 b32 pred", "b32")
 rows("mov", f"{_WORDS} {_INTS} pred", lambda a: a, "t")
 rows("mov", "f32", lambda a: a, "b32", "b32")
 rows("mov", "f64", lambda a: a, "b64", "b64")
-rows("cvta.to.global", "u64", lambda a: a, "t")
 
 for _name, _function in {
     "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
