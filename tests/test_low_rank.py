@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import optgen
-from optgen.base.errors import UserError
 
 from optgen.lang import (  # isort: skip
-    hyper, low_rank, low_rank_state, normal, optimizer, shape_flag, uniform, unwide, wide,
+    hyper, low_rank_state, normal, optimizer, shape_flag, uniform, unwide, wide,
     zero_product,
 )  # fmt: skip
 from optgen.runtime.records.keys import stream_key
-from tests.harness import spec_of
 from tests.oracles import LOW_RANK, mixed
 from tests.test_against_papers import Steps, further, redrawn
 
@@ -154,35 +152,6 @@ def test_ranks_are_checked() -> None:
     other.load_state_dict(opt.state_dict())
     assert other.param_groups[0]["rank"] == 3
     other.step()
-
-
-def of_rank(**options: Any) -> Any:
-    @optimizer(cite="nobody")
-    def wrong(p, g, low=low_rank_state("rows", rank="rank"), *, rank=hyper(4, **options)):
-        return p - g, low
-
-    return wrong
-
-
-WHOLE, SIDES = "whole number from 1 on", "is one of rows, columns, short, long"
-REFUSED: dict[str, tuple[Any, str]] = {
-    "a rank of any number": (lambda: of_rank(ge=1), WHOLE), "a rank of 0": (lambda: of_rank(whole=True), WHOLE),
-    "sides": (lambda: low_rank_state("sides", rank="rank"), SIDES),
-    "a fraction": (lambda: low_rank_state("rows", rank=1.5), WHOLE),
-    "nothing": (lambda: low_rank_state("rows", rank=0), WHOLE),
-    "a positive state": (
-        lambda: low_rank(spec_of("muon"), "exp_avg_sq", when="matrix"), "a signed state of elements .*got exp_avg_sq"),
-    "alternatives": (
-        lambda: low_rank(spec_of("muon"), "momentum_buffer", when="matrix or adamw"), "in when=.*got matrix or adamw"),
-    "no flag": (lambda: low_rank(spec_of("muon"), "momentum_buffer", when="matrix", nestrov=True), "got nestrov"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_of_low_rank_is_refused(case: str) -> None:
-    make, message = REFUSED[case]
-    with pytest.raises(UserError, match=message):
-        make()
 
 
 # -- rules

@@ -1,6 +1,5 @@
 """Functions of whole matrices beside torch.linalg in fp64, on tensors and in rules."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import optgen
-from optgen.base.errors import UserError
 from optgen.lang import (
     bjorck,
     flag,
@@ -99,37 +97,6 @@ def test_rules_call_them(backend: str) -> None:
         ]
     for q, (p, *_) in zip(params, exact, strict=True):
         assert (q.detach() - p).abs().max() <= 1e-4 * p.abs().max()
-
-
-def rule(made: Callable[[Any, Any, Any], Any]) -> Any:
-    @optimizer(cite="nobody", matrix="heads")
-    def made_so(
-        p, g, left=matrix_state("rows", when="is_matrix"), low=low_rank_state("rows", rank="rank", when="is_matrix"),
-        *,
-        lr=hyper(0.1, ge=0), rank=hyper(2, ge=1, whole=True), is_matrix=shape_flag(lambda shape: len(shape) >= 2),
-    ):  # fmt: skip
-        if is_matrix:
-            left = left + gram(g) + made(g, left, low)
-            low = left @ low
-            p = p - lr * left @ g
-        return p, left, low
-
-    return made_so
-
-
-REFUSED: list[tuple[Callable[[Any, Any, Any], Any], str]] = [
-    (lambda g, x, low: gram(inverse_root(g, 2)), r"E206.*inverse_root\(\) takes a square matrix"),
-    (lambda g, x, low: bjorck(x, 1.5), r"E103.*`bjorck\(\)` takes a whole number for its steps"),
-    (lambda g, x, low: bjorck(x, 0), r"E103.*test_matrix_functions.py:\d+.*takes 1 or more steps, got 0.*with ge=1"),
-    (lambda g, x, low: gram(singular_vectors(g, g)), r"E206.*takes a basis \(d, rank\) and a matrix of d rows"),
-    (lambda g, x, low: gram(singular_vectors(low, g.T)), r"takes a basis.*got \(rows, rank\) and \(columns, rows\)"),
-]
-
-
-@pytest.mark.parametrize(("made", "message"), REFUSED)
-def test_what_they_do_not_take_is_refused(made: Any, message: str) -> None:
-    with pytest.raises(UserError, match=f"(?s){message}"):
-        optgen.compile(rule(made), "fp32")
 
 
 def test_the_lower_bound_of_a_spectral_norm_is_one() -> None:

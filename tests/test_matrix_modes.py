@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import optgen
 from optgen import optim
-from optgen.base.errors import UserError
 from optgen.lang import (
     eigenvectors,
     finite,
@@ -21,23 +20,12 @@ from optgen.lang import (
     hyper,
     identity,
     inverse_root,
-    mat_norm,
     matrix_state,
-    newton_schulz,
-    norm,
-    normal,
     optimizer,
-    qr,
     shape_flag,
     singular_vectors,
     solve_triangular,
-    top_rows,
-    trace,
     triangle,
-    uniform,
-    unwide,
-    where,
-    wide,
 )  # fmt: skip
 from optgen.lang.spec import Spec
 from optgen.optim import SOAP, KLShampoo, Muon, Shampoo, SOAPMuon, SPlus
@@ -67,35 +55,6 @@ def rule(made: Callable[[Any, Any], Any]) -> Spec:
         return p, left
 
     return made_so
-
-
-WITHOUT_MEANING: list[tuple[Callable[[Any, Any], Any], str]] = [
-    (lambda x, g: x / (1 + norm(trace(x))), r"E129.*a reduction cannot be used here.*each of which is worked on by"),
-    (lambda x, g: gram(finite(g, x)), r"E206.*finite\(\) takes two matrices of one shape"),
-    (lambda x, g: gram(qr(g)), r"E206.*qr\(\) takes a matrix that never has more columns than rows, got \(rows, colu"),
-    (lambda x, g: gram(normal(g, norm(g))), r"E103.*`normal\(\)` takes host scalars beside its matrices, got"),
-    (lambda x, g: gram(uniform(g, 2.5)), r"E103.*`uniform\(\)` takes a whole number for its key, got one"),
-    (lambda x, g: inverse_root(gram(g), 0), r"E103.*`inverse_root\(\)` takes p above 0, got 0\n"),
-    (lambda x, g: gram(newton_schulz(newton_schulz(g).T).T), r"E129.*its operand is a result of newton_schulz\(\)"),
-    (lambda x, g: gram(newton_schulz(finite(2 * newton_schulz(g)))), r"E129.*its operand is a result of newton"),
-    (lambda x, g: gram(newton_schulz(top_rows(newton_schulz(g), 0.5), part=0.5)), r"E129.*is a result of newton"),
-    (lambda x, g: gram(newton_schulz(unwide(g, newton_schulz(wide(g))))), r"E129.*its operand is a result of newton"),
-    (
-        lambda x, g: gram(newton_schulz(where(mat_norm(g) > 1, newton_schulz(g), -newton_schulz(g)))),
-        r"E129.*is a result of newton",
-    ),
-    (lambda x, g: inverse_root(triangle(gram(g)), 2), r"E129.*inverse_root\(\) .* not symmetric: .*gram\(x\)"),
-    (lambda x, g: solve_triangular(x, gram(g)), r"E129.*solve_triangular\(\) .* not triangular: .*triangle\(x\).T"),
-    (lambda x, g: x * trace(g), r"E206.*trace\(\) takes a square matrix, got \(rows, columns\)"),
-    (lambda x, g: x * norm(x), r"E201.*norm\(\) takes .*, got a matrix of \(rows, rows\)"),
-    (lambda x, g: gram(solve_triangular(g, gram(g.T))), r"E206.*a square matrix of as many rows as its first operand"),
-]
-
-
-@pytest.mark.parametrize(("made", "message"), WITHOUT_MEANING)
-def test_what_has_no_meaning_for_some_shapes_is_refused(made: Callable[[Any, Any], Any], message: str) -> None:
-    with pytest.raises(UserError, match=f"(?s){message}"):
-        optgen.compile(rule(made), "fp32")
 
 
 # -- SOAP, whose bases begin at the first step of a parameter and change at every second one after it
