@@ -21,7 +21,6 @@ from optgen.backends.printer import (
     Text,
     comment_of,
     shortest,
-    straight,
     taken_away,
     whole,
     wrapped,
@@ -48,7 +47,6 @@ RESERVED = frozenset(
     "consteval constexpr constinit continue count counter Dealt dealt decltype decode default delete do "
     "double DRAWN dynamic_cast elements_of_tile else encode end enum explicit export extend16 extern F false "
     "fetch fill fill_first first float float16 float32 floor fma for fraction friend gather goto Grad halves "
-    "highest_line lowest_line "
     "halves_of_lanes I i I16 if INFINITY inline int int16_t INT32_MAX INT32_MIN int32_t int64_t int8_t "
     "integer iota joined k KEPT lane Larger larger largest live load long lookup low16 lshr M mask max "
     "maximum memcpy memset middle min minimum mutable namespace NAN narrow narrow_half new no_codes noexcept "
@@ -169,10 +167,6 @@ def _limit(name: str) -> Spelling:
     def spell(p: Printer, n: Node) -> Text:
         assert isinstance(p, CppPrinter)
         exact = n.dtype.is_float and p.phases.program.maths == "strict"
-        if not exact and (found := straight(n)):
-            x, lines = found
-            pairs = ", ".join(f"{{{shortest(y.args[0].attr)}f, {shortest(y.args[2].attr)}f}}" for y in lines)
-            return f"{'highest' if name == 'max' else 'lowest'}_line({p.text(x)}, {{{pairs}}})", ATOM
         # A constant stands first: where the two are equal, zeros of either sign or a NaN, the second one is kept.
         args = sorted(n.args, key=lambda a: a.op != "const")
         texts = [f"{type_of(a.dtype)}({p.text(a)})" if a.op == "const" else p.text(a) for a in args]

@@ -121,27 +121,6 @@ def taken_away(node: Node) -> Node | None:
     return ir.const(-value, node.args[1].dtype) if lowest < value < 0 else None
 
 
-def straight(n: Node) -> tuple[Node, list[Node]] | None:
-    """Return x and the straight lines a * x + b, at least three, whose least or largest a node is, paired round by
-    round as `lowest_line` and `highest_line` of the preludes do; None for other nodes."""
-    leaves = [n]
-    while any(x.op == n.op for x in leaves):
-        leaves = [y for x in leaves for y in (x.args if x.op == n.op else [x])]
-    x = leaves[0].args[1] if leaves[0].op == "fma" else n
-    if len(leaves) < 3 or not all(_is_line(y, x) for y in leaves):
-        return None
-    rounds = leaves
-    while len(rounds) > 1:
-        pairs = zip(rounds[::2], rounds[1::2], strict=False)
-        rounds = [ir.op(n.op, a, b) for a, b in pairs] + rounds[len(rounds) & ~1 :]
-    return (x, leaves) if rounds == [n] else None
-
-
-def _is_line(node: Node, x: Node) -> bool:
-    """Return True for fma(a, x, b) of constants a and b."""
-    return node.op == "fma" and node.args[1] is x and node.args[0].op == node.args[2].op == "const"
-
-
 def with_comments(lines: list[tuple[str, str]], limit: int = 116, comment_mark: str = "#") -> list[str]:
     """Code with its comments in one column, or above the code where both do not fit on a line."""
     width = max((len(code) for code, comment in lines if comment and len(code) < 72), default=0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from optgen.backends.idioms import lanes, printed
-from optgen.backends.printer import ATOM, COMMON, Printer, Spelling, Text, function, number, shortest, straight
+from optgen.backends.printer import ATOM, COMMON, Printer, Spelling, Text, function, number
 from optgen.ir import node as ir
 from optgen.ir.node import Node, is_const, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule
@@ -67,10 +67,6 @@ def _limit(name: str) -> Spelling:
     """min and max; of floats, NaN if either is."""
 
     def spell(p: TritonPrinter, n: Node) -> Text:
-        if found := straight(n):
-            x, lines = found
-            pairs = (f"({shortest(y.args[0].attr)}, {shortest(y.args[2].attr)})" for y in lines)
-            return f"{'highest' if n.op == 'max' else 'lowest'}_line({p.text(x)}, ({', '.join(pairs)}))", ATOM
         tail = ", propagate_nan=tl.PropagateNan.ALL" if n.dtype.is_float else ""
         return f"tl.{name}({', '.join(p.operand(n, a) for a in n.args)}{tail})", ATOM
 

@@ -93,41 +93,6 @@ def larger(a, b):
 
 
 @triton.jit
-def smaller(a, b):
-    """The smaller float; NaN if either is."""
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _limit(x, values, of: tl.constexpr):
-    """The values a * x + b of all pairs (a, b) made one, pair by pair, round by round."""
-    made = ()
-    for i in tl.static_range(len(values)):
-        made = made + (tl.fma(values[i][0], x, values[i][1]),)
-    values = made
-    for _ in tl.static_range(log2(len(values) - 1) + 1):
-        pairs = ()
-        for i in tl.static_range(len(values) // 2):
-            pairs = pairs + (of(values[2 * i], values[2 * i + 1]),)
-        if len(values) % 2:
-            pairs = pairs + (values[len(values) - 1],)
-        values = pairs
-    return values[0]
-
-
-@triton.jit
-def highest_line(x, lines):
-    """The largest of a * x + b over the pairs (a, b); NaN if x is."""
-    return _limit(x, lines, larger)
-
-
-@triton.jit
-def lowest_line(x, lines):
-    """The smallest of a * x + b over the pairs (a, b); NaN if x is."""
-    return _limit(x, lines, smaller)
-
-
-@triton.jit
 def block_magnitude(x, live, MASKED: tl.constexpr):
     """The pattern of the largest |x| along the last dimension, NaN left out, plus NAN_LAST."""
     size = tl.abs(x)

@@ -71,20 +71,6 @@ template <int N> inline I search(const float (&table)[N], F x) {
 inline F minimum(F a, F b) { return where(a == b, as_float(bits(a) | bits(b)), min(a, b)); }
 inline F maximum(F a, F b) { return where(a == b, as_float(bits(a) & bits(b)), max(a, b)); }
 
-// The highest (lowest) of lines {slope, offset} at x, in pairs: no comparison waits for more than log2(N) others.
-template <bool HIGH, int FROM, int COUNT, int N> inline F best_line(F x, const float (&lines)[N][2]) {
-    static_assert(N <= 16, "more lines need larger halves");
-    if constexpr (COUNT == 1) {
-        return fma(lines[FROM][0], x, lines[FROM][1]);
-    } else {
-        constexpr int half = COUNT > 8 ? 8 : COUNT > 4 ? 4 : COUNT > 2 ? 2 : 1;
-        const F a = best_line<HIGH, FROM, half>(x, lines), b = best_line<HIGH, FROM + half, COUNT - half>(x, lines);
-        return HIGH ? max(a, b) : min(a, b);
-    }
-}
-template <int N> inline F highest_line(F x, const float (&lines)[N][2]) { return best_line<true, 0, N>(x, lines); }
-template <int N> inline F lowest_line(F x, const float (&lines)[N][2]) { return best_line<false, 0, N>(x, lines); }
-
 struct Larger {
     I operator()(I a, I b) const { return max(a, b); }
 };
