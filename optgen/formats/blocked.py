@@ -96,7 +96,7 @@ class Blocked(InBlocks):
             return cast(rint(exact), dtypes.i32) + bias
         return words.dithered(exact, noise, bias)
 
-    def times_scale(self, parts: Mapping[str, Num]) -> Num:
+    def number_of(self, parts: Mapping[str, Num]) -> Num:
         scale = self.scale.decode(parts["scale"])
         code = cast(narrow.joined(parts, self.bits), dtypes.f32)
         if self.signed:

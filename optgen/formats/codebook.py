@@ -90,7 +90,7 @@ class Codebook(InBlocks):
         code = search(number, self._book.ends)
         return code
 
-    def times_scale(self, parts: Mapping[str, Num]) -> Num:
+    def number_of(self, parts: Mapping[str, Num]) -> Num:
         code = narrow.joined(parts, self.bits)
         value = lookup(code, self._book.entries) * self.scale.decode(parts["scale"])
         return value

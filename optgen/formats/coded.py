@@ -21,8 +21,8 @@ NOISE_BITS = 12
 
 
 @dataclass(frozen=True)
-class Packed(Format):
-    """Codes of 8 bits or fewer; those of fewer than 8 are packed (narrow.py).  Subclasses have the fields
+class Coded(Format):
+    """Codes of 8 bits or fewer; those of fewer than 8 are packed (narrow.py).  Subclasses may have the fields
 
     bits      of a code
     rounding  to nearest, or stochastic
@@ -39,23 +39,18 @@ class Packed(Format):
     def code(self, parts: Mapping[str, Num]) -> Num:
         return narrow.joined(parts, self.bits)
 
-
-@dataclass(frozen=True)
-class Coded(Packed):
-    """Codes under a scale.  Which scale is the subclasses'."""
-
     @abstractmethod
-    def times_scale(self, parts: Mapping[str, Num]) -> Num:
-        """Return the kept number that was divided by the scale, multiplied by it again."""
+    def number_of(self, parts: Mapping[str, Num]) -> Num:
+        """Return the kept number: a value, its root or its quotient by another root."""
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
-        value = self.times_scale(parts)
+        value = self.number_of(parts)
         if self.of == "sqrt":
             return value * value
         return value * root if self.relative else value
 
     def decode_root(self, parts: Mapping[str, Num]) -> Num:
-        return self.times_scale(parts) if self.of == "sqrt" else super().decode_root(parts)
+        return self.number_of(parts) if self.of == "sqrt" else super().decode_root(parts)
 
     # -- what is known of the error
 

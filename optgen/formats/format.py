@@ -129,7 +129,7 @@ class Format(ABC):
     def __init_subclass__(cls) -> None:
         """Forget what a base states of its error where a subclass of a whole format encodes or decodes otherwise."""
         whole = any(issubclass(b, Format) and not b.__abstractmethods__ for b in cls.__bases__)
-        if whole and {"encode", "decode", "times_scale"} & vars(cls).keys():
+        if whole and {"encode", "decode", "number_of"} & vars(cls).keys():
             for name in {"bound", "enclose", "stuck", "cell", "keeps_zero"} - vars(cls).keys():
                 setattr(cls, name, getattr(Format, name))
 

@@ -99,7 +99,7 @@ class Fp8(InBlocks):
         small = bits(minimum(size, self.normal) + unit) - pattern_of(unit)
         return minimum(where(size < self.normal, small, normal), _KINDS[self.kind][2])
 
-    def times_scale(self, parts: Mapping[str, Num]) -> Num:
+    def number_of(self, parts: Mapping[str, Num]) -> Num:
         pattern = cast(parts[""], dtypes.i32)
         size = pattern & 0x7F
         count = cast(size, dtypes.f32)

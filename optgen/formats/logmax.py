@@ -140,7 +140,7 @@ class LogMax(PseudoLog):
             code = (bits(exact + 1.5 * 2.0 ** (23 - noise.bits)) + noise.integer()) >> noise.bits
         return narrow.cut(code, self.bits) | {"peak": cast(top, i16)}, start, code
 
-    def _value(self, parts: Mapping[str, Num]) -> Num:
+    def number_of(self, parts: Mapping[str, Num]) -> Num:
         top = cast(parts["peak"], i32)
         start = where(equal(top, 0), 0, (top - self.codes) * self.step + self.lowest)
         return from_bits(start + narrow.joined(parts, self.bits) * self.step)

@@ -149,7 +149,7 @@ class LogMinMax(PseudoLog):
         units = maximum((top >> unit) - maximum(bottom >> unit, self.lowest >> unit), 0) + 3
         return (self.step(self.cells(minimum(units, self.most))) >> 1) + 1
 
-    def _value(self, parts: Mapping[str, Num]) -> Num:
+    def number_of(self, parts: Mapping[str, Num]) -> Num:
         header = cast(parts["range"], i32)
         cells = maximum(header & 0xFF, (1 << self.bits) // self.most)
         step = self.step(cells)

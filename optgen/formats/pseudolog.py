@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from optgen.formats.coded import Packed
+from optgen.formats.coded import Coded
 from optgen.formats.format import Noise, View
 from optgen.lang.values import Num, maximum, minimum, where
 from optgen.ops.dtypes import of_pattern
@@ -18,7 +17,7 @@ INFINITE = "; all of a block with an Inf reads as Inf, so that all of its steps 
 
 
 @dataclass(frozen=True)
-class PseudoLog(Packed):
+class PseudoLog(Coded):
     """Codes of the roots of nonnegative values, which are encoded from +0 on and never read as 0."""
 
     of = "sqrt"
@@ -31,19 +30,8 @@ class PseudoLog(Packed):
     def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], *tuple[Num, ...]]:
         """Return the fields' contents, and what else `encode_root` needs."""
 
-    @abstractmethod
-    def _value(self, parts: Mapping[str, Num]) -> Num:
-        """Return the kept root."""
-
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         return self._encode(x, noise)[0]
-
-    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
-        value = self._value(parts)
-        return value * value
-
-    def decode_root(self, parts: Mapping[str, Num]) -> Num:
-        return self._value(parts)
 
     # -- what is known of the error
 

@@ -97,7 +97,7 @@ class Rank1(Coded):
         exact = clip(exact, 1.0, float(self.codes))
         return -1 - cast(floor(0.5 - exact), dtypes.i32)  # a tie goes to the lower code, as in the paper
 
-    def times_scale(self, parts: Mapping[str, Num]) -> Num:
+    def number_of(self, parts: Mapping[str, Num]) -> Num:
         scale = self._scale(parts)
         code = cast(narrow.joined(parts, self.bits), dtypes.f32)
         code = code + 1.0
