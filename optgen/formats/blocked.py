@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from optgen.base import loc as locs
-from optgen.base.loc import Loc
 from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF
 from optgen.formats.check import A_COMPANDER, A_SCALE, check_block, check_part, check_words, refusal
@@ -44,7 +42,6 @@ class Blocked(InBlocks):
     signed: bool = True
     relative: bool = False
     rounding: Rounding = "auto"
-    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_block("Blocked", self.bits, self.block, self.loc, 2)

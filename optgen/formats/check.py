@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeGuard
 
+from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 
@@ -14,6 +16,14 @@ BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 ROUNDINGS = ("nearest", "stochastic", "auto")
 A_SCALE = "one of optgen.formats.scales, such as ue8m8 or fp32"
 A_COMPANDER = "one such as linear or softsign()"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A part of a plan that knows the place of the call that made it."""
+
+    _: KW_ONLY
+    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
 
 def refusal(loc: Any, what: str, want: str) -> UserError:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
@@ -46,7 +45,6 @@ class Codebook(InBlocks):
     scale: Scale = fp32
     ties: Ties = "up"
     name: str = field(default="", init=False, compare=False)
-    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_block("Codebook", self.bits, self.block, self.loc, 2)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF, Bound
-from optgen.formats.check import A_SCALE, check_part, refusal
+from optgen.formats.check import A_SCALE, Placed, check_part, refusal
 from optgen.formats.format import HIGH, LOW, Field, Format, FormatFinding, Noise
 from optgen.formats.scales import LARGEST, Scale
 from optgen.lang.values import Num, bits, maximum
@@ -21,7 +21,7 @@ NOISE_BITS = 12
 
 
 @dataclass(frozen=True)
-class Coded(Format):
+class Coded(Placed, Format):
     """Codes of 8 bits or fewer; those of fewer than 8 are packed (narrow.py).  Subclasses may have the fields
 
     bits      of a code
@@ -103,7 +103,7 @@ class InBlocks(Coded):
         check_part(self, "scale", Scale, A_SCALE)
         if self.scale.literal:
             want = "one that no element exceeds, such as scales.fp32 or ue8m8"
-            raise refusal(vars(self)["loc"], f"{what} under a {self.scale} scale", want)
+            raise refusal(self.loc, f"{what} under a {self.scale} scale", want)
 
     def fields(self) -> dict[str, Field]:
         return narrow.fields(self.bits, self.fresh) | {"scale": Field(self.scale.dtype, self.block, nonneg=True)}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from optgen.base import loc as locs
-from optgen.base.loc import Loc
 from optgen.formats.bound import Bound
-from optgen.formats.check import refusal
+from optgen.formats.check import Placed, refusal
 from optgen.formats.floats import f32
 from optgen.formats.format import Field, Format, Noise, View
 from optgen.lang.reductions import col_mean, mat_mean, row_mean
@@ -22,7 +20,7 @@ SMALLEST_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
-class Factored(Format):
+class Factored(Placed, Format):
     """One f32 per row and per column of the last two dimensions, leading ones a batch: x = row * column.
 
     A column's number is its mean, a row's is its mean over that of all rows.  No bytes per element, and no bound for
@@ -37,7 +35,6 @@ class Factored(Format):
     """
 
     vectors: Format = f32
-    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     signed = False
     positive = True

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from optgen.base import loc as locs
-from optgen.base.loc import Loc
 from optgen.formats import words
 from optgen.formats.bound import Bound
-from optgen.formats.check import check_words, refusal
+from optgen.formats.check import Placed, check_words, refusal
 from optgen.formats.format import Field, Format, FormatFinding, Noise, Rounding
 from optgen.lang.values import Num
 from optgen.ops import dtypes
@@ -17,7 +15,7 @@ from optgen.ops.dtypes import DType
 
 
 @dataclass(frozen=True)
-class Float(Format):
+class Float(Placed, Format):
     """One float per element.
 
     Rounds half to even or stochastically; relative error 2^-8 (bf16), 2^-11 (f16, normal values) to nearest,
@@ -27,7 +25,6 @@ class Float(Format):
 
     dtype: DType
     rounding: Rounding = "nearest"
-    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     still = True
     is_float = True

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from optgen.base import loc as locs
-from optgen.base.loc import Loc
 from optgen.formats import words
 from optgen.formats.check import check_block, check_words
 from optgen.formats.coded import InBlocks, error_of_table, of_zeros, widest
@@ -43,7 +41,6 @@ class Fp8(InBlocks):
     kind: FloatKind = "e4m3"
     block: int = 256
     scale: Scale = fp32
-    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     unit = "largest"
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from optgen.base import loc as locs
-from optgen.base.loc import Loc
 from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words, is_number, refusal
@@ -49,7 +47,6 @@ class LogMax(PseudoLog):
     block: int = 64
     octaves: float = 2.5
     rounding: Rounding = "auto"
-    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_block("LogMax", self.bits, self.block, self.loc, 2)

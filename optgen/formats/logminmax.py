@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from optgen.base import loc as locs
-from optgen.base.loc import Loc
 from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words
@@ -47,7 +45,6 @@ class LogMinMax(PseudoLog):
     bits: int = 8
     block: int = 64
     rounding: Rounding = "auto"
-    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     unit = 22
     """log2 of a unit, half an octave of a root, as an integer pattern."""

@@ -7,14 +7,12 @@ is always a rounding of the kept one, so that the model computes with the neares
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from optgen.base import loc as locs
-from optgen.base.loc import Loc
 from optgen.formats import words
 from optgen.formats.bound import ROUNDOFF, Bound
-from optgen.formats.check import check_words, is_whole, refusal
+from optgen.formats.check import Placed, check_words, is_whole, refusal
 from optgen.formats.floats import rounding_to
 from optgen.formats.format import Field, FormatFinding, Master, Noise, Rounding
 from optgen.lang.values import Num, bits, cast, clip, equal, floor, from_bits, maximum, where
@@ -22,11 +20,10 @@ from optgen.ops.dtypes import F32_UNIT, DType, bf16, f16, f32, i16, i32, u8
 
 
 @dataclass(frozen=True)
-class Native(Master):
+class Native(Placed, Master):
     """The parameter alone.  Under nearest rounding updates below half an ulp are lost."""
 
     rounding: Rounding = "nearest"
-    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_words(self)
@@ -121,7 +118,7 @@ class Kahan(Master):
 
 
 @dataclass(frozen=True)
-class Split(Master):
+class Split(Placed, Master):
     """The pattern of the weight cut in two: the parameter holds the high bits, rounded, a second field the rest.
 
     bf16: f32's own pattern.  16 low bits are exact for every f32 that is not NaN; 8 keep 24 bits of it (relative
@@ -140,7 +137,6 @@ class Split(Master):
 
     bits: Literal[8, 16] = 8
     rounding: Rounding = "stochastic"
-    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not is_whole(self.bits) or self.bits not in (8, 16):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from optgen.base import loc as locs
-from optgen.base.loc import Loc
 from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words
@@ -40,7 +38,6 @@ class Rank1(Coded):
     bits: int = 4
     vectors: int = 128
     in_blocks: bool = False  # of a tensor without rows and columns
-    loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     signed = False
     positive = True
