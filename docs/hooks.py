@@ -5,6 +5,7 @@ mkdocs calls the functions `on_...`. A generated page is no file: a new rule, pl
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import csv
@@ -23,7 +24,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import typer
 from mkdocs.structure.files import File, Files
 
 import optgen
@@ -32,7 +32,7 @@ from optgen._ready import folder
 from optgen.accumulate import accumulator
 from optgen.base.errors import TABLE, UserError
 from optgen.driver import explain, load, memory
-from optgen.driver.cli import app
+from optgen.driver.cli import EXIT_CODES, parsers
 from optgen.formats.plan import Plan
 from optgen.lang import wrappers
 from optgen.lang.spec import Recurrence, Spec
@@ -429,15 +429,14 @@ def errors() -> str:
 
 def commands() -> str:
     """Return the page of the command line."""
-    out = ["# Commands", f"<p>{inline(app.info.epilog)}</p>"]
-    group: Any = typer.main.get_command(app)
-    for name, command in {"": group, **group.commands}.items():
+    out = ["# Commands", f"<p>{inline(EXIT_CODES)}</p>"]
+    for name, parser in parsers().items():
         rows = [
-            (code(", ".join(p.opts) if p.param_type_name == "option" else p.metavar or p.name), inline(p.help or ""),
-             code(p.default) if p.default not in (None, False, ()) else "")
-            for p in command.params
+            (code(", ".join(x.option_strings) or x.metavar), inline(x.help or ""),
+             code(x.default) if x.default not in (None, False, argparse.SUPPRESS) and x.default != [] else "")
+            for x in parser._actions
         ]  # fmt: skip
-        out += [f"## optgen {name}".rstrip(), f"<p>{inline(command.help or '')}</p>"]
+        out += [f"## optgen {name}".rstrip(), f"<p>{inline(parser.description or '')}</p>"]
         out.append(table(("argument", "meaning", "default"), rows))
     return "\n\n".join(out) + "\n"
 

@@ -79,18 +79,10 @@ def test_check_says_one_where_files_differ(project: Path, run: Run) -> None:
 
 def test_show(run: Run) -> None:
     code, out, _ = run("show", "lion", "--plan", "fp32", "--json")
-    assert (code, as_json(out)["stages"][0]["pass"]) == (0, "lower")
-    out = run("show", "lion", "--plan", "fp32", "--maths", "strict", "--diff")[1]
-    assert "(unchanged)" in out and "-- hoist" in out
+    assert (code, list(as_json(out)["parts"])) == (0, ["program", "codec of p: bf16, nearest"])
     lines = run("show", "radam")[1].splitlines()
     assert len(lines) <= 150 and max(map(len, lines)) < 300
     assert [line for line in lines if line.startswith("-- codec of p: bf16 and 8 more bits")]
-    shared = [line.split(" = ")[1] for line in lines if line.startswith("shared ")]
-    assert shared and all(sum(value in line for line in lines) == 1 for value in shared)
-    out = run("show", "lion", "--pass", "fuse")[1]
-    assert [line for line in out.splitlines() if line.startswith("-- ")] == ["-- fuse"]
-    code, _, err = run("show", "lion", "--pass", "fuze")
-    assert (code, "fuse" in err) == (2, True)
 
 
 def test_explain(run: Run) -> None:
@@ -182,42 +174,29 @@ def test_fuzz_in_tritons_interpreter(run: Run) -> None:
         assert (code, as_json(out)["holds"]) == (0, True), out + err
 
 
-def doctor_of(run: Run, exit_code: int = 0) -> tuple[dict[str, dict[str, str]], str]:
-    """Return the lines of `optgen doctor` by what they are about, and its verdict."""
-    code, out, _ = run("doctor", "--json")
-    data = as_json(out)
-    assert (code, data["exit"]) == (exit_code, exit_code)
-    return {line["what"]: line for line in data["lines"]}, data["verdict"]
-
-
 def test_doctor(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names what is here, what is missing (exit code 3), and a cache that is not used; it makes no folder."""
-    lines, verdict = doctor_of(run)
-    assert {"optgen", "python", "torch", "triton", "gpu", "compiler", "cache"} <= set(lines)
-    assert lines["optgen"]["found"].startswith(optgen.__version__) and verdict.startswith("ready: ")
-    monkeypatch.setattr(doctor, "NEEDED", ("no-such-package",))
-    assert doctor_of(run, 3)[1] == "not ready: no-such-package missing"
-    monkeypatch.undo()
+    """It names what is here, what is missing (exit code 3), and a cache that is not used."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code, out, _ = run("doctor", "--json")
+    lines = {line["what"]: line for line in as_json(out)["lines"]}
+    assert code == 0 and {"optgen", "python", "torch", "triton", "gpu", "cache"} <= set(lines)
+    assert lines["optgen"]["found"].startswith(optgen.__version__)
+    assert "'no-such-compiler' is no C++ compiler" in lines["cpu"]["advice"]
     tmp_path.chmod(0o777)
     monkeypatch.setenv("OPTGEN_CACHE", str(tmp_path))
-    cache = doctor_of(run)[0]["cache"]
-    assert cache["verdict"] == "warning" and cache["advice"].startswith("other users")
-    assert cache["found"].startswith(f"{tmp_path}, ")
-    monkeypatch.setenv("OPTGEN_CACHE", str(tmp_path / "a" / "b"))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    lines, _ = doctor_of(run)
-    assert lines["cpu"]["verdict"] == "note" and "'no-such-compiler' is no C++ compiler" in lines["cpu"]["advice"]
-    assert lines["cache"]["verdict"] == "ok"
-    assert lines["cache"]["found"].endswith(", generated code and 0 compiled kernels")
-    assert not (tmp_path / "a").exists()
+    with pytest.warns(UserWarning, match="can be written by other users"):
+        assert f"{tmp_path}  it is read-only, or others can write to it" in run("doctor")[1]
+    monkeypatch.setattr(doctor, "NEEDED", ("no-such-package",))
+    assert run("doctor")[0] == terminal.MISSING
 
 
 def test_version_and_help(run: Run) -> None:
     assert run("--version")[:2] == (0, f"optgen {optgen.__version__}\n")
     code, out, _ = run("--help")
     assert code == 0
-    for name in ("new", "build", "check", "list", "show", "explain", "fuzz", "doctor", "--install-completion"):
-        assert name in out
+    for name in ("new", "build", "check", "list", "show", "explain", "fuzz", "convert", "verify-checkpoint", "doctor"):
+        assert f"\n    {name}" in out
+    assert run()[0] == terminal.WRONG_INPUT
 
 
 def test_list_by_pattern_in_plain_columns(run: Run) -> None:
@@ -242,10 +221,9 @@ def test_quiet_and_verbose(project: Path, run: Run, monkeypatch: pytest.MonkeyPa
     code, _, err = run("explain", "adamv", "-q")
     assert (code, err.startswith("error[E404]: ")) == (2, True)
     monkeypatch.setattr(logging.getLogger("optgen"), "level", logging.WARNING)
-    for words in (["-v"], ["-qv"]):  # one word of two options too
-        err = run("explain", "adamv", *words)[2]
+    for words in (["explain", "adamv", "-v"], ["-qv", "explain", "adamv"]):
+        err = run(*words)[2]
         assert "in find_spec" in err and "error[E404]: " in err
-        assert err.splitlines()[-1].startswith("explain: ") == (words == ["-v"])
 
 
 # -- wrong input
@@ -253,7 +231,7 @@ def test_quiet_and_verbose(project: Path, run: Run, monkeypatch: pytest.MonkeyPa
     ("words", "code"),
     [
         (["explain", "adamv"], "E404"), (["explain", "adamw", "--flag", "amsgrd"], "E411"),
-        (["build", "lion", "--out", ""], "E411"), (["build", "--backend", "cuda"], "E411"), (["build"], "E414"),
+        (["build", "lion"], "E411"), (["build", "--plan", "fp32"], "E411"), (["build"], "E414"),
         (["new", "sqrt"], "E409"), (["fuzz", "sgd", "--case", "{"], "E411"),
         (["fuzz", "sgd", "--case", '{"shapes": [3]}'], "E411"),
     ],
@@ -306,9 +284,9 @@ def test_what_a_spec_prints_is_no_part_of_the_object(project: Path, run: Run) ->
     run("new", "mine")
     file = project / "specs/mine.py"
     file.write_text("print('loading mine')\n" + file.read_text())
-    for words in (["build", "--plan", "fp32"], ["check"], ["list"]):
+    for words in ("build", "check", "list"):
         load._loaded.clear()
-        code, out, err = run(*words, "--json")
+        code, out, err = run(words, "--json")
         assert (code, as_json(out)["exit"], err) == (0, 0, "loading mine\n")
     load._loaded.clear()
     assert run("explain", "mine")[1].startswith("loading mine\n")
@@ -332,7 +310,7 @@ def r(p, g, *, lr=hyper(1e-3, ge=0)):
 HEAD = "from optgen.lang import hyper, optimizer\n"
 
 
-@pytest.mark.parametrize("words", ["check", "build r2", "list", "explain r"])
+@pytest.mark.parametrize("words", ["check", "build", "list", "explain r"])
 def test_two_specs_of_one_name(project: Path, run: Run, words: str) -> None:
     (project / "specs").mkdir()
     (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr * g"))
@@ -344,16 +322,16 @@ def test_two_specs_of_one_name(project: Path, run: Run, words: str) -> None:
     assert not (project / "generated").exists()
 
 
-def test_a_build_does_not_replace_the_rule_of_another_file_in_silence(project: Path, run: Run) -> None:
+def test_named_specs_are_built_to_a_folder_of_their_own(project: Path, run: Run) -> None:
     (project / "rules").mkdir()
-    (project / "pyproject.toml").write_text("[tool.optgen]\n")
     for name in ("one", "two"):
         (project / f"rules/{name}.py").write_text(HEAD + RULE.format(step="lr * g"))
-    code, _, err = run("build", "rules/one.py", "rules/two.py", "--plan", "fp32")
+    code, _, err = run("build", "rules/one.py", "rules/two.py", "--out", "made")
     assert (code, "E412" in err, "rules/one.py:4" in err, "rules/two.py:4" in err) == (2, True, True, True), err
-    assert run("build", "rules/one.py", "--plan", "fp32")[0] == 0
-    code, _, err = run("build", "rules/two.py", "--plan", "fp32")
-    assert (code, "generated/r was built from rules/one.py:r, and is now of rules/two.py:r" in err) == (0, True)
+    code, out, _ = run("build", "rules/one.py", "lion", "--plan", "fp32", "--out", "made")
+    assert (code, out) == (0, "made: 16 written, 0 removed, 0 unchanged\n")
+    assert run("build", "lion", "--plan", "bf16", "--out", "made")[0] == 0
+    assert sorted(x.name for x in (project / "made").iterdir() if x.is_dir()) == ["lion", "plans"]
 
 
 def test_a_class_under_optimizer_is_refused_by_name_and_by_project(project: Path, run: Run) -> None:
@@ -421,25 +399,6 @@ def test_a_fault_of_ours_is_seventy(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert "boom" in err
 
 
-def test_a_build_says_how_its_classes_are_imported(project: Path, run: Run) -> None:
-    for name in ("one", "two", "three", "four"):
-        run("new", name)
-    assert run("build", "one", "--plan", "fp32")[1].endswith("\nfrom generated import One\n")
-    assert run("build", "--plan", "fp32")[1].endswith("\nfrom generated import Four, One, Three, ...\n")
-    assert run("build", "--plan", "fp32")[1] == "generated: 0 written, 0 removed, 26 unchanged\n"
-    assert "import" not in run("build", "one", "--plan", "fp32", "--out", "1st/2nd")[1]
-
-
-@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.slow)])
-def test_lines_are_as_wide_as_asked(every: int, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    plans = list(load.plans())
-    for k, name in enumerate(sorted(load.entries())[::every]):
-        code, out, _ = run("explain", name, "--plan", plans[k % len(plans)])
-        assert max(map(len, out.splitlines()), default=0) <= 80
-        assert code or out.startswith(f"{name} keeps ")
-
-
 def test_a_file_that_may_not_be_read_is_named(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run("new", "mine")
     real = Path.read_bytes
@@ -462,15 +421,15 @@ def test_bytes_of_a_plan_are_listed_for_both_dtypes(run: Run) -> None:
     assert line.split()[:3] == ["fp32", "10", "12"]
 
 
-def test_what_is_built_is_judged_and_printed_without_torch() -> None:
+def test_what_is_built_is_judged_and_printed_without_torch(tmp_path: Path) -> None:
     """To import it takes a second, and no format of a ready-made plan is looked at from outside; help needs less."""
     code = (
         "import sys\nfrom optgen.driver.cli import main\nassert main(['--help']) == 0\n"
         "assert not {'torch', 'sympy', 'jinja2', 'optgen.lang'} & set(sys.modules)\n"
         "from optgen.driver import build\nbuild.PROCESSES = 1\n"
-        "assert main(['build', 'lion', '--check']) == 0\nassert 'torch' not in sys.modules\n"
+        "assert main(['build', 'lion', '--out', 'made']) == 0\nassert 'torch' not in sys.modules\n"
     )
-    python(code)
+    python(code, cwd=tmp_path)
 
 
 # -- finding things

@@ -168,7 +168,7 @@ def text(spec, maths):
     return {"numpy_text.py": "\\n".join(["import numpy as np", *(x for f in functions.values() for x in ("", *f)), ""])}
 
 
-emit.BACKENDS["numpy"] = emit.Backend(text, names=("numpy_text.py",))
+emit.BACKENDS["numpy"] = emit.Backend(text)
 """
 
 
@@ -177,9 +177,8 @@ def test_a_backend_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(emit.BACKENDS, "numpy", emit.BACKENDS["reference"])  # it is gone after the test
     monkeypatch.chdir(tmp_path)
     module(tmp_path, "numpy_backend", BACKEND)
-    build(Request(names=("adamw",), plans=("fp32",), backends=("numpy",), out="made"))
+    build(Request(names=("adamw",), plans=("fp32",), out="made"))
     texts = {file.name: file.read_text() for file in (tmp_path / "made/adamw").glob("*.*")}
-    assert texts.keys() >= {"numpy_text.py", "__init__.py"} and not texts.keys() & {"triton.py", "kernels.h"}
     rule, records = (module(tmp_path, name, texts[f"{name}.py"]) for name in ("numpy_text", "__init__"))
 
     options = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}

@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         ("lower", f"lang formats {_IR} runtime", ""),
         ("verify", f"lower passes backends formats lang {_IR} runtime", "sympy torch numpy hypothesis"),
         ("driver", f"convert verify lower passes backends formats lang {_IR} runtime",
-         "typer rich torch triton jinja2 hypothesis click"),
+         "torch triton jinja2 hypothesis"),
         ("convert", "base runtime", "torch torchao"),
         ("runtime", "", "torch triton"),
         ("cast", "runtime", "torch"),

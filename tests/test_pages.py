@@ -38,7 +38,7 @@ from tools import write_types
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = ("README.md", "docs/precision.md", "docs/checkpoints.md", "docs/memory.md")
-ELSEWHERE = ("@optimizer", "from generated import")
+ELSEWHERE = ("@optimizer", "from generated import", "from mine import")
 """The marks of blocks that stand in files, or need them."""
 
 

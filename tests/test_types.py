@@ -122,11 +122,11 @@ def scripts(folder: Path) -> dict[str, str]:
     for name, text in SPECS.items():
         (folder / "specs" / name).write_text(text, encoding="utf-8")
     rules = ("signed_momentum", "sam_sgd", "sgd")
-    build(Request(rules, ("fp32",), ("reference",), out=str(folder / "made"), project=folder))
+    build(Request(rules, ("fp32",), out=str(folder / "made"), project=folder))
     made = {"script.py": SCRIPT, **FRAMEWORKS}
     for k, text in enumerate(BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))):
         if "@optimizer" not in text:  # the spec of the example
-            body = re.sub(r"^(?=.)", "    ", text.replace("from generated", "from made"), flags=re.MULTILINE)
+            body = re.sub(r"^(?=.)", "    ", re.sub("from (mine|generated)", "from made", text), flags=re.MULTILINE)
             made[f"readme_{k}.py"] = GIVEN + body
     for path in (ROOT / "examples").glob("*.py"):
         text = path.read_text(encoding="utf-8")

@@ -248,10 +248,10 @@ def new_spec(console: Console, steps: int) -> str:
     # What stands in the project folder comes before the repository's own `generated`.
     path = os.pathsep.join([str(project), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path}
-    build = [sys.executable, "-m", "optgen", "build", EXAMPLE.stem]
+    build = [sys.executable, "-m", "optgen", "build"]
     subprocess.run(build, cwd=project, env=environment, check=True)
     took = time.monotonic() - start
-    console.print(f"optgen build {EXAMPLE.stem}: {took:.1f} s, written to {project.relative_to(ROOT)}/generated")
+    console.print(f"optgen build: {took:.1f} s, written to {project.relative_to(ROOT)}/generated")
     use = [sys.executable, "-c", USE_IT, str(steps)]
     done = subprocess.run(use, cwd=project, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     said = done.stdout.strip().splitlines()[-1]

@@ -235,7 +235,7 @@ TABLE: dict[str, Row] = {
     "E411": Row("{option} is {want}, got `{got}`"),
     "E412": Row("two definitions would become {what}", "", "give one of the two another name"),
     "E413": Row("{path} cannot be written: {why}"),
-    "E414": Row("nothing to build", "no name was given and specs/ holds no spec", "optgen new my_rule"),
+    "E414": Row("nothing to build", "specs/ holds no spec, and pyproject.toml names none", "optgen new my_rule"),
     "E415": Row(
         "{file} cannot be read: {why}",
         "it says which files optgen wrote; without it they cannot be told from yours; nothing was changed",
@@ -244,7 +244,9 @@ TABLE: dict[str, Row] = {
     "E417": Row("{path} cannot be read: {why}"),
     "E418": Row("{path} cannot be converted: {why}", "nothing was written"),
     "E419": Row(
-        "one file does not serve {name}: {why}", "nothing was written", "`optgen build {name}` generates a package"
+        "one file does not serve {name}: {why}",
+        "nothing was written",
+        "`optgen build {name} --out FOLDER` generates a package",
     ),
 }
 

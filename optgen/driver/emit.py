@@ -24,26 +24,22 @@ Files = dict[str, str]
 class Backend:
     """A kind of generated text: the files of a rule and of a plan, of which those without text are left out.
 
-    rule   (rule, maths) -> its files
-    plan   (plan, maths) -> its files
-    names  those of files that only a build with this backend has
+    rule  (rule, maths) -> its files
+    plan  (plan, maths) -> its files
     """
 
     rule: Callable[[Spec, Maths], Files]
     plan: Callable[[Plan, Maths], Files] = lambda plan, maths: {}
-    names: tuple[str, ...] = ()
 
 
 BACKENDS = {
     "triton": Backend(
         lambda spec, maths: {triton_text.FILE: triton_text.rule_text(spec, maths)},
         lambda plan, maths: {triton_text.FILE: triton_text.codec_text(plan, maths)},
-        (triton_text.FILE,),
     ),
     "cpp": Backend(
         lambda spec, maths: {cpp_text.FILE: cpp_text.rule_text(spec, maths)},
         lambda plan, maths: {cpp_text.CODECS: cpp_text.codec_text(plan, maths)},
-        (cpp_text.FILE, cpp_text.CODECS),
     ),
     "reference": Backend(
         lambda spec, maths: {triton_text.STRICT: triton_text.tile_text(spec)},
@@ -143,7 +139,7 @@ def emit_class(spec: Spec, plans: tuple[str, ...], maths: Maths) -> str:
     for name in ({row.name, *plans, *modules} & {*kinds, *code.co_names}) | ({row.name, *plans} & modules):
         raise UserError("E115", loc=spec.loc, name=name, why="something else in the generated module has it")
     uses_torch = any("torch." in line for line in functions)
-    mark = targets.mark(spec.loc.file, f"{spec.name} · sha256 {row.digest} · rebuild: optgen build {spec.name}")
+    mark = targets.mark(spec.loc.file, f"{spec.name} · sha256 {row.digest} · rebuild: optgen build")
     kinds += ["Flag", "Hyper", *(["Series"] if any(h.series for h in row.hypers) else [])]
     first = ["from optgen.runtime.sharpness import TwoPhase", f"from .ascent import {row.ascent}"]
     kinds, first = (kinds, first) if row.ascent else ([*kinds, "Optimizer"], [])

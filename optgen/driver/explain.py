@@ -1,21 +1,19 @@
-"""`optgen explain` and `optgen show`: memory, bounds, traffic, sweeps, lint and host scalars of a pair; its passes."""
+"""`optgen explain` and `optgen show`: memory, bounds, traffic, sweeps, lint and host scalars of a pair; its program."""
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from optgen import passes
 from optgen.base.loc import relative
 from optgen.driver import judge, record_text, steps, targets, triton_text
 from optgen.driver.memory import SIDE, ValueBytes, memory, rank
-from optgen.driver.project import Maths
 from optgen.driver.targets import Case
+from optgen.driver.terminal import table
 from optgen.formats.plan import Plan
 from optgen.ir.node import Node, postorder
-from optgen.ir.program import Program, Schedule, Step
+from optgen.ir.program import Program, Step
 from optgen.ir.show import show, text
 from optgen.lang.spec import Spec
 from optgen.lower import lower_rule
@@ -99,6 +97,31 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
         tuple(plain_formulas(spec, case.flags)), rows, sum(r.bytes for r in rows), plain,
         tuple(_sweeps(variant, step)), host, step.program.rules, verdict.findings, verdict.discouraged,
     )  # fmt: skip
+
+
+def lines(x: Explanation) -> Iterator[str]:
+    """Yield an explanation as lines of text."""
+    flags = "".join(f", {k}={v}" for k, v in x.flags.items())
+    yield from (x.verdict, f"{x.spec} under {x.plan}, {x.param} parameters{flags}  ({x.source})")
+    yield from (f"    {line}" for line in x.formulas)
+    rows = [(k.name, k.stored, f"{k.bytes:g}", k.error, k.valid) for k in x.memory]
+    rows.append(("total", "", f"{x.total:g}", "", f"{x.plain:g} in fp32"))
+    yield from ("", table(("value", "stored as", "B/param", "|error| <=", "where"), rows), "")
+    yield from (f"stored again at every step  {k.name}: {k.steady}" for k in x.memory if k.steady)
+    for n, s in enumerate(x.sweeps, 1):
+        what = [f"writes {' '.join(s.writes)}"] if s.writes else []
+        what += [f"reduces {', '.join(s.reduces)}"] if s.reduces else []
+        did = "; ".join([f"reads {' '.join(s.reads)}", *what])
+        yield f"sweep {n}/{len(x.sweeps)}  {did}: {s.bytes:g} B per parameter"
+    speed = f"{x.traffic / 4.8:.3g} ms per 1e9 parameters at 4.8 TB/s"  # the memory of an H200
+    yield f"why        {x.sweeps[-1].why}"
+    yield f"traffic    {x.traffic:g} B per parameter and step; {speed}"
+    yield f"host       {len(x.host)} scalars in fp64 per step: " + ", ".join(name for name, _ in x.host)
+    if x.rules:
+        yield f"fast maths rounds differently by: {', '.join(x.rules)}"
+    yield from (f"lint       {f}" for f in x.findings or ["nothing to say"])
+    if x.discouraged:
+        yield f"discouraged {x.discouraged}"
 
 
 def _variant(spec: Spec, plan: Plan, case: Case) -> Variant:
@@ -188,33 +211,13 @@ def _is_of_many(n: Node) -> bool:
 # -- show
 
 
-@dataclass(frozen=True)
-class AfterPass:
-    """The IR after a pass; `changed` is False if its text is that of before."""
-
-    name: str
-    text: str
-    changed: bool
-    diff: str
-
-
-def stages(spec: Spec, plan: Plan, case: Case, maths: Maths) -> list[AfterPass]:
-    """Return the program of the rule as it is lowered and after every pass, then the codecs that keep its values."""
-    program = lower_rule(spec, case.flags)
-    first = show(program)
-    out = [AfterPass("lower", first, True, first)]
-
-    def log(name: str, before: Program | Schedule, after: Program | Schedule) -> None:
-        old, new = show(before), show(after)
-        lines = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
-        diff = "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
-        out.append(AfterPass(name, new, old != new, diff))
-
-    passes.step(program, maths, log)
+def parts(spec: Spec, plan: Plan, case: Case) -> dict[str, str]:
+    """Return title -> text of the program of the rule, and of the codecs that keep its values."""
+    out = {"program": show(lower_rule(spec, case.flags))}
     used = _variant(spec, plan, case).eager.codecs
-    for name, codec, _, doc in triton_text.codecs(plan, maths):
+    for name, codec, _, doc in triton_text.codecs(plan, "fast"):
         if owners := [owner for owner, own in used.items() if own == name]:
             made = {"decode": codec.decode, "encode": codec.encode or codec.nearest}
             lines = [f"{k}:\n{show(s.schedule)}" for k, step in made.items() for s in step.stages]
-            out.append(AfterPass(f"codec of {', '.join(owners)}: {doc}", "\n".join(lines), True, "\n".join(lines)))
+            out[f"codec of {', '.join(owners)}: {doc}"] = "\n".join(lines)
     return out

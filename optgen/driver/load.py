@@ -1,26 +1,24 @@
 """Find and load specs and plans: the user's own first, then the ready-made ones.
 
-A name is looked for in the project's `specs/` folder, then among the ready-made specs; `file.py` is the one in that
-file, and `file.py:name` one of several. A spec is Python: loading a file runs it.
+A name is looked for in the project's `specs/` folder, then among the ready-made specs, each in the file of its name;
+`file.py` is the one in that file, and `file.py:name` one of several. A spec is Python: loading a file runs it.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import contextlib
 import hashlib
 import importlib.util
-import inspect
 import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType, NoneType
+from types import ModuleType
 from typing import TypeVar
 
 import optgen.formats
@@ -29,7 +27,7 @@ from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean, said
 from optgen.base.loc import Loc, of_characters, of_frame, relative
 from optgen.formats.plan import Plan
-from optgen.lang import policies, wrappers
+from optgen.lang import wrappers
 from optgen.lang.refusals import FUNCTIONS, instead_of
 from optgen.lang.source import check_encoding, forget
 from optgen.lang.spec import Spec
@@ -41,12 +39,11 @@ SpecOrPlan = TypeVar("SpecOrPlan", Spec, Plan)
 
 @dataclass(frozen=True)
 class SpecEntry:
-    """A spec before it is loaded: its name, its file, whether the file is the project's own, and its place in it."""
+    """A spec that can be named: its name, its file, and whether the file is the project's own."""
 
     name: str
     file: Path
     own: bool
-    place: Loc
 
 
 def table_above(folder: Path) -> Path | None:
@@ -108,21 +105,34 @@ def _stems(folder: Path) -> list[str]:
 
 
 def entries(project: Path | None = None) -> dict[str, SpecEntry]:
-    """Return name -> Entry of every spec that can be named, sorted, without running a file.
+    """Return name -> Entry of every spec that can be named, sorted.
 
-    Raises UserError E412 for two specs of one name in one folder.
+    Files of a project are run; one with an error is listed under its own name. Raises UserError E412 for two specs of
+    one name in one folder.
     """
     out: dict[str, SpecEntry] = {}
     own = ((project or home()) / "specs").resolve()
     for folder in reversed(folders(project)):
-        found: dict[str, SpecEntry] = {}
-        for file in python_files(folder):
-            for name, place in declared(file) if file.name not in (PLANS_FILE, "__init__.py") else ():
-                entry = SpecEntry(name, file, folder == own, place)
-                if found.setdefault(name, entry) is not entry:
-                    raise named_twice(name, (found[name].place, place))
-        out |= found
+        found: dict[str, tuple[SpecEntry, Loc | None]] = {}
+        for file in (f for f in python_files(folder) if f.name not in (PLANS_FILE, "__init__.py")):
+            for name, place in _declared(file).items():
+                entry = SpecEntry(name, file, folder == own)
+                if found.setdefault(name, (entry, place))[0] is not entry:
+                    raise named_twice(name, (found[name][1], place))
+        out |= {name: entry for name, (entry, _) in found.items()}
     return dict(sorted(out.items()))
+
+
+def _declared(file: Path) -> dict[str, Loc | None]:
+    """Return name -> place of the specs in a file of a folder of specs."""
+    if file.parent == ready.specs_dir().resolve():
+        return {file.stem: None}
+    try:
+        return {name: spec.loc for name, spec in _of(file, Spec).items()}
+    except UserError as error:
+        if error.code == "E412":
+            raise
+        return {file.stem: Loc(str(file), 1)}
 
 
 def named_twice(name: str, places: Iterable[Loc | None]) -> UserError:
@@ -132,80 +142,10 @@ def named_twice(name: str, places: Iterable[Loc | None]) -> UserError:
 
 def idle(project: Path | None = None) -> list[str]:
     """Return a warning about each file of the project's own specs/ that looks like one of specs and holds none."""
-    own = (project or home()) / "specs"
+    own = ((project or home()) / "specs").resolve()
     files = [f for f in python_files(own) if f.name != PLANS_FILE and f.name[0] != "_"] if own.is_dir() else []
     remedy = "nothing is built of it (write @optimizer above the rule; a helper's file name may begin with _)"
-    return [f"{relative(str(file))} has no @optimizer: {remedy}" for file in files if not declared(file)]
-
-
-def declared(file: Path) -> tuple[tuple[str, Loc], ...]:
-    """Return name and place of the specs in a file, from its syntax tree: functions under `@optimizer`, and results of
-    wrappers.
-
-    A file that cannot be read is listed under its own name; loading it raises the error.
-    """
-    try:
-        return _declared(file, file.stat().st_mtime_ns)
-    except OSError:
-        return ((file.stem, Loc(str(file), 1)),)
-
-
-@lru_cache(maxsize=1024)
-def _declared(file: Path, changed: int) -> tuple[tuple[str, Loc], ...]:
-    tree = _tree(file)
-    if tree is None:
-        return ((file.stem, Loc(str(file), 1)),)
-    known = {a.asname or a.name: a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
-    around = WRAPPERS | {n.name for n in tree.body if isinstance(n, _DEFINITIONS) and "wrapper" in _decorators(n)}
-    names = ((_spec_of(n, known, around), Loc(str(file), n.lineno, n.col_offset)) for n in tree.body)
-    return tuple((name, place) for name, place in names if name)
-
-
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)  # of which all but the first are refused
-
-
-def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
-    return {_name_of(d) for d in node.decorator_list}
-
-
-def _spec_of(node: ast.stmt, known: dict[str, str], around: Set[str]) -> str:
-    """Return the name of the spec that a statement makes, "" where it makes none.
-
-    known   variable -> the name that it was imported under, or of the spec that it holds: of a wrapper's result, added
-    """
-    if isinstance(node, _DEFINITIONS):
-        return node.name if "optimizer" in {known.get(d, d) for d in _decorators(node)} else ""
-    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call) or _name_of(node.value) not in around:
-        return ""
-    target = _name_of(node.targets[0])
-    known[target] = _wrapper_name(node.value, known, around) or target
-    return "" if target.startswith("_") else known[target]
-
-
-def _tree(file: Path) -> ast.Module | None:
-    try:
-        return ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):
-        return None
-
-
-WRAPPERS = frozenset({"low_rank", *wrappers.__all__})
-"""Functions of optgen.lang that make a spec of a spec."""
-
-
-def _wrapper_name(made: ast.expr, known: Mapping[str, str], around: Set[str]) -> str:
-    """Return the name that a wrapper gives to its spec, after the inner rule; "" where the text does not say."""
-    if isinstance(made, ast.Call):
-        inside = [*made.args[:1], *(k.value for k in made.keywords if k.arg == "inner")]
-        inner = _wrapper_name(inside[0], known, around) if _name_of(made) in around and inside else ""
-        return f"{_name_of(made)}_{inner}" if inner else ""
-    return known.get(_name_of(made), _name_of(made))
-
-
-def _name_of(node: ast.expr) -> str:
-    """Return the name of a function, attribute or variable, or of the function that a call calls; else ""."""
-    f = node.func if isinstance(node, ast.Call) else node
-    return f.attr if isinstance(f, ast.Attribute) else f.id if isinstance(f, ast.Name) else ""
+    return [f"{relative(str(file))} has no @optimizer: {remedy}" for file in files if not _declared(file)]
 
 
 # -- specs
@@ -267,15 +207,10 @@ def _check_overrides(plan: Plan, project: Path | None) -> None:
 
 
 def _arguments(project: Path | None) -> set[str]:
-    """Return the arguments of functions in all files of specs, and of wrappers: states are among them."""
+    """Return the arguments that have a default, in all files of specs and of wrappers: states are among them."""
     files = {entry.file for entry in entries(project).values()} | {Path(wrappers.__file__)}
-    return {name for file in files for name in _arguments_of(file, file.stat().st_mtime_ns)}
-
-
-@lru_cache(maxsize=1024)
-def _arguments_of(file: Path, changed: int) -> frozenset[str]:
-    tree = _tree(file)
-    return frozenset() if tree is None else frozenset(n.arg for n in ast.walk(tree) if isinstance(n, ast.arg))
+    texts = (file.read_text(encoding="utf-8", errors="replace") for file in files)
+    return {name for text in texts for name in re.findall(r"(\w+)=", text)}
 
 
 def _split(reference: str | Path) -> tuple[Path | None, str]:
@@ -296,11 +231,6 @@ def _split(reference: str | Path) -> tuple[Path | None, str]:
 def _of(file: Path, kind: type[SpecOrPlan]) -> dict[str, SpecOrPlan]:
     """Return name -> specs or plans that the file defines, in its order, without those that it imports."""
     out: dict[str, SpecOrPlan] = {}
-    written = declared(file)
-    for name, _ in written:
-        places = [place for other, place in written if other == name]
-        if len(places) > 1:  # Python keeps the last one only
-            raise named_twice(name, places)
     for key, value in vars(load(file)).items():
         if isinstance(value, kind) and not key.startswith("_"):
             if value.loc is not None and Path(value.loc.file).resolve() != file:
@@ -415,75 +345,17 @@ def _as_user_error(error: Exception | SystemExit, file: Path) -> UserError:
             place = of_frame(frame)
     text = said(error)
     kind = type(error).__name__
-    return UserError("E402", loc=place, kind=kind, text=text or "no message", hint=_hint_for(error, file))
+    return UserError("E402", loc=place, kind=kind, text=text or "no message", hint=_hint_for(error))
 
 
-def _hint_for(error: Exception | SystemExit, file: Path) -> str:
-    """Return the hint for an error: a name like the missing one, or what to write instead; "" where none is known."""
+def _hint_for(error: Exception | SystemExit) -> str:
+    """Return the hint for a name that Python did not find; "" for any other error."""
     match error:
-        case SystemExit():
-            return 'a file of specs is no program: what ends it belongs under `if __name__ == "__main__":`'
         case NameError(name=str(name)):
-            return _home(name) or _close(name, optgen.lang.__all__)
-        case ImportError():
-            return _import_hint(error, file)
-        case AttributeError():
-            return _close_in(error.obj, error.name or "")
-        case TypeError() if "unexpected keyword argument 'shape'" in str(error):
-            kinds = "state(), row(), col(), mat(), tensor_state(), scalar()"
-            return f"states of other shapes do not exist (yet): there are {kinds}"
-        case TypeError():
-            return _usage(str(error))
+            return did_you_mean(name, optgen.lang.__all__)
+        case ImportError(name="optgen.lang") if words := re.match(r"cannot import name '(\w+)'", str(error)):
+            near = did_you_mean(words[1], optgen.lang.__all__)
+            ours = instead_of(words[1])
+            meant = near if near.startswith("did you mean") else f"functions of one or two values are {FUNCTIONS}"
+            return meant if not ours or ours.startswith(f"use {words[1]}(") else ours
     return ""
-
-
-def _import_hint(error: ImportError, file: Path) -> str:
-    if "relative import" in str(error):
-        return "a file beside this one is imported by its name alone: from helper import ..."
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        package, _, module = error.name.rpartition(".")
-        return _close(module, _stems(file.parent) if package in ("", file.parent.name) else [])
-    words = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
-    name, source = (words[1], sys.modules.get(words[2])) if words else ("", None)
-    ours = instead_of(name) if source is optgen.lang else ""
-    if ours and not ours.startswith(f"use {name}("):
-        return ours
-    if name in dir(builtins) and source in (optgen.lang, optgen.formats):
-        return f"`{name}` is Python's own: it needs no import"
-    home = _home(name) if source in (optgen.lang, optgen.formats, policies) else ""
-    return home or _close_in(source, name)
-
-
-def _close_in(source: object, name: str) -> str:
-    """Return a hint for a name that a module does not have."""
-    known = [n for n in dir(source) if not n.startswith("_")] if isinstance(source, ModuleType) else []
-    functions = f"functions of one or two values are {FUNCTIONS}" if source is optgen.lang else ""
-    return _close(name, known) or functions
-
-
-def _close(name: str, known: Iterable[str]) -> str:
-    """Return "did you mean ...?" for a name that is like a known one, else ""."""
-    near = did_you_mean(name, known)
-    return near if near.startswith("did you mean") else ""
-
-
-def _home(name: str) -> str:
-    """Return the import of a name of optgen's; "" for any other."""
-    for module in (optgen.lang, optgen.formats):
-        if name in module.__all__:
-            return f"from {module.__name__} import {name}"
-    own = getattr(getattr(policies, name, None), "__module__", "") == policies.__name__
-    return f"from {policies.__name__} import {name}" if own and not name.startswith("_") else ""
-
-
-def _usage(text: str) -> str:
-    """Return the signature of optgen's function that a TypeError's text begins with; "" for any other."""
-    words = re.match(r"(\w+)(?:\.__init__)?\(\) (?:got|missing|takes)", text)
-    name = words[1] if words else ""
-    found = next((vars(m)[name] for m in (optgen.lang, optgen.formats) if name in m.__all__), None)
-    if not callable(found):
-        return ""
-    taken = [p for p in inspect.signature(found).parameters.values() if p.name != "function"]  # which is decorated
-    plain = (bool, int, float, str, NoneType, type)  # none is a type; the text of an object is long
-    parts = [str(p.replace(annotation=p.empty)) if isinstance(p.default, plain) else f"{p.name}=..." for p in taken]
-    return f"{name}({', '.join(parts)})"

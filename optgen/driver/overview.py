@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,8 +15,6 @@ from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes
 from optgen.verify import lint
-
-Track = Callable[[Iterable[str], int], Iterator[str]]
 
 
 def of_entry(entry: SpecEntry) -> dict[str, Any]:
@@ -40,13 +38,12 @@ def of_plan(plan: Plan) -> dict[str, Any]:
     return row | {"bytes_float32": of_fp32, "discouraged": word, "file": plan.loc.file}
 
 
-def check(names: Sequence[str], plans: Sequence[str], track: Track) -> tuple[list[dict[str, Any]], list[UserError]]:
+def check(names: Sequence[str], plans: Sequence[str]) -> tuple[list[dict[str, Any]], list[UserError]]:
     """Return (a row per sound spec: its verdict under every plan, the errors of the others)."""
     chosen = _chosen(plans) if plans else list(load.plans().values())
     rows, errors = [], list[UserError]()
     own = [f"{e.file}:{e.name}" for e in load.entries().values() if e.own]  # E412 comes before all others
-    asked = names or own
-    for name in track(asked, len(asked)):
+    for name in names or own:
         try:
             spec = load.find_spec(name)
             spec.check()

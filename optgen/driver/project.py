@@ -45,11 +45,10 @@ class BuildEntry:
 
 @dataclass(frozen=True)
 class Config:
-    """[tool.optgen]; `build` is None where the project has no such table, no `backends` are all of them."""
+    """[tool.optgen]; `build` is None where the project has no such table."""
 
     out: str = "generated"
     maths: Maths = "fast"
-    backends: tuple[str, ...] = ()
     build: tuple[BuildEntry, ...] | None = None
     hashes: bool = False
 
@@ -89,7 +88,7 @@ def _config(table: Any, file: Path) -> Config:
 
     if not isinstance(table, dict):
         raise refuse("is not a table")
-    known = ("out", "maths", "backends", "build", "hashes")
+    known = ("out", "maths", "build", "hashes")
     for key in table:
         if key not in known:
             raise refuse(f"has no entry `{key}`", hint=did_you_mean(key, known))
@@ -98,18 +97,13 @@ def _config(table: Any, file: Path) -> Config:
         raise refuse(f"`out` is the name of a folder, got {out!r}", hint="")
     if maths not in MATHS:
         raise refuse(f"`maths` is one of {', '.join(MATHS)}, got {maths!r}", hint="")
-    from optgen.driver.emit import BACKENDS
-
-    backends = table.get("backends", [])
-    if not isinstance(backends, list) or not all(b in BACKENDS for b in backends):
-        raise refuse(f"`backends` lists some of {', '.join(BACKENDS)}, got {backends!r}", hint="")
     if not isinstance(hashes := table.get("hashes", False), bool):
         raise refuse(f"`hashes` is true or false, got {hashes!r}", hint="")
     rules = table.get("build")
     if rules is not None and not isinstance(rules, list):
         raise refuse("`build` is a list of { specs, plans }")
     asked = None if rules is None else tuple(_rule(r, refuse) for r in rules)
-    return Config(out, maths, tuple(backends), asked, hashes)
+    return Config(out, maths, asked, hashes)
 
 
 def _rule(row: Any, refuse: Callable[[str], UserError]) -> BuildEntry:

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 
 
 def replace_files(out: Path, files: Mapping[str, str], removed: Sequence[str], last: str) -> None:
@@ -50,18 +50,3 @@ def _place(folder: Path, name: str) -> Path:
     """Return the path of a file, whose folder is made."""
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     return folder / name
-
-
-def is_name(name: str) -> bool:
-    """Return True if `name` is a plain path below a folder, as builds spell it.
-
-    Manifests can be edited by anyone, and the files that they name are removed.
-    """
-    path = PurePosixPath(name)
-    plain = name.isprintable() and "\\" not in name and not PureWindowsPath(name).drive
-    return plain and bool(path.parts) and path.as_posix() == name and not path.is_absolute() and ".." not in path.parts
-
-
-def is_inside(out: Path, name: str) -> bool:
-    """Return True if the file's folder is in `out` once links are followed."""
-    return Path(os.path.realpath((out / name).parent)).is_relative_to(os.path.realpath(out))

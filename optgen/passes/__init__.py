@@ -1,4 +1,4 @@
-"""The compiler, on one screen: every pass is a function IR -> IR, verified and logged after each stage."""
+"""The compiler, on one screen: every pass is a function IR -> IR, verified after each stage."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from optgen.passes.name import name
 from optgen.passes.place import place
 from optgen.passes.share import share
 
-Log = Callable[[str, Program | Schedule, Program | Schedule], None]
-
 PROGRAM_PASSES: tuple[Callable[[Program], Program], ...] = (
     decompose,  # primitives without a spelling become core ones
     fold,  #    constants and identities marked EXACT; in fast maths also the ROUNDS rules
@@ -38,51 +36,38 @@ SCHEDULE_PASSES: tuple[Callable[[Any], Schedule], ...] = (
 )
 
 
-def _through(stages: tuple[Callable[[Any], Any], ...], ir: Any, log: Log | None) -> Any:
+@lru_cache(maxsize=512)
+def _once(stages: tuple[Callable[[Any], Any], ...], ir: Any, numbers: str) -> Any:
     for stage in stages:
-        new = stage(ir)
-        verify(new, after=stage.__name__)
-        if log:
-            log(stage.__name__, ir, new)
-        ir = new
+        ir = stage(ir)
+        verify(ir, after=stage.__name__)
     return ir
 
 
-@lru_cache(maxsize=512)
-def _once(stages: tuple[Callable[[Any], Any], ...], program: Program, numbers: str) -> Any:
-    return _through(stages, program, None)
-
-
-def _passed(stages: tuple[Callable[[Any], Any], ...], program: Program, log: Log | None) -> Any:
+def _passed(stages: tuple[Callable[[Any], Any], ...], program: Program) -> Any:
     """Return what the stages make of a program; equal ones, which settings of flags and plans share, pass once."""
-    if log:
-        return _through(stages, program, log)
     return _once(stages, program, repr((program.ranges, program.host_states)))  # == does not tell 0.0 from -0.0
 
 
-def step(program: Program, maths: Literal["strict", "fast"] = "fast", log: Log | None = None) -> Step:
-    """Return the kernels of a whole optimizer step; `log(pass, before, after)` sees every pass."""
+def step(program: Program, maths: Literal["strict", "fast"] = "fast") -> Step:
+    """Return the kernels of a whole optimizer step."""
     whole = replace(program, maths=maths)
     verify(whole, after="lower")
     if maths == "fast" and (new := linear(whole)) is not whole:
         verify(new, after="linear")
-        if log:
-            log("linear", whole, new)
         whole = new
     pieces, early = cut(whole)
     programs = []
     for piece in pieces:
         verify(piece.program, after="cut")
-        if log and len(pieces) > 1:
-            log("cut", whole, piece.program)
         of_piece = "strict" if piece.program.space == spaces.whole else maths
-        programs.append(_passed(PROGRAM_PASSES, replace(piece.program, maths=of_piece), log))
+        programs.append(_passed(PROGRAM_PASSES, replace(piece.program, maths=of_piece)))
     programs, host = scalars.merged(programs)
     names = [let.name for let in host]
     stages = []
     for piece, own in zip(pieces, programs, strict=True):
         taken = tuple(names.index(x.name) for x in own.host)
-        stages.append(Stage(_passed(SCHEDULE_PASSES, own, log), piece.why, taken))
+        stages.append(Stage(_passed(SCHEDULE_PASSES, own), piece.why, taken))
     rules = {*whole.rules, *(rule for x in programs for rule in x.rules)}
     whole = replace(whole, rules=tuple(sorted(rules)))
     return Step(whole, tuple(stages), host, scalars.locals_of(programs), early)

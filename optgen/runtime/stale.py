@@ -26,15 +26,14 @@ def check(folder: str, spec: str) -> None:
     if action == "ignore":
         return
     try:
-        built = json.loads(Path(folder, "MANIFEST.json").read_bytes())["specs"][spec]
-        sources, reference = dict(built["sources"]), built["reference"]
+        sources = dict(json.loads(Path(folder, "MANIFEST.json").read_bytes())["specs"][spec])
     except (OSError, ValueError, KeyError, TypeError):  # of an earlier version, or damaged: the next build says so
         return
     if not (found := [file for file, digest in sources.items() if _changed(folder, file, digest)]):
         return
     names = ", ".join(_shown(folder, file) for file in found)
-    built_at, command = _shown(folder, spec), f"optgen build {reference}"
-    text = f"{names} changed since {built_at} was built from it; run `{command}` (or set OPTGEN_STALE=ignore)"
+    built_at = _shown(folder, spec)
+    text = f"{names} changed since {built_at} was built from it; run `optgen build` (or set OPTGEN_STALE=ignore)"
     if action == "error":
         raise ImportError(text)
     warnings.warn(text, stacklevel=3)
