@@ -118,6 +118,7 @@ def new(t: Terminal, given: Namespace) -> None:
 def build(t: Terminal, given: Namespace) -> None:
     """Generate the project's package; with names of specs and --out, another one of these under --plan."""
     from optgen.driver import build as b
+    from optgen.driver.project import DEFAULT_PLANS
 
     if given.standalone:
         _standalone(t, given)
@@ -126,7 +127,7 @@ def build(t: Terminal, given: Namespace) -> None:
         got, want = " ".join([*given.specs, *given.plan]), "for specs that are named, which are built to another folder"
         hint = "optgen build, which builds what [tool.optgen] in pyproject.toml says"
         raise UserError("E411", option="--out", want=want, got=got, hint=hint)
-    plans = tuple(given.plan) or b.DEFAULT_PLANS
+    plans = tuple(given.plan) or DEFAULT_PLANS
     outcome = b.build(b.Request(tuple(given.specs), plans, given.out, given.check))
     for line in outcome.warnings:
         t.warn(f"warning: {line}")
