@@ -1,6 +1,5 @@
 """The environment: which PyTorch, in which order it is looked for, and when nothing is done."""
 
-import ast
 import re
 import sys
 from pathlib import Path
@@ -50,10 +49,3 @@ def test_every_direct_requirement_is_pinned() -> None:
     assert setup_env.ORACLES.relative_to(setup_env.VENV) == oracles.FOLDER.relative_to(sys.prefix)
     pins = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
     assert all("==" in line for line in pins if not line.startswith("#"))
-
-
-def test_the_script_needs_no_packages() -> None:
-    tree = ast.parse((ROOT / "tools" / "setup_env.py").read_text(encoding="utf-8"))
-    names = [a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
-    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names

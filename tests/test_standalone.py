@@ -87,13 +87,6 @@ def test_a_file_is_short_enough_to_be_read() -> None:
         assert sum(bool(line.strip()) for line in text(pair).splitlines()) <= most, pair
 
 
-def test_triton_keeps_a_compiled_kernel_under_the_text_of_its_codecs(tmp_path: Path, compiling: dict[str, str]) -> None:
-    """On disk a constant counts by its `cache_key`."""
-    (tmp_path / "one_file.py").write_text(text("lion/bf16_sr"))
-    code = "import one_file as m; k = m.KERNELS['lion_float32']; assert k.tile.cache_key in k.cache_key"
-    harness.python(code, cwd=tmp_path, env=compiling)
-
-
 def check(pair: str, cls: Any, backend: str, shapes: Sequence[tuple[int, ...]], steps: int, **options: Any) -> None:
     ours, theirs = params(0, shapes), params(0, shapes)
     name = load.find_spec(pair.split("/")[0]).class_name
@@ -140,22 +133,6 @@ def test_a_state_dict_goes_on_bit_for_bit(tmp_path: Path) -> None:
     steps(again, other, its, 2)
     assert [bits(p) for p in again] == [bits(p) for p in ps]
     assert opt.param_groups[1]["lr"] == other.param_groups[1]["lr"] == 0.1 / 16
-
-
-def test_named_parameters_draw_the_packages_bits(tmp_path: Path) -> None:
-    ours, theirs = torch.nn.Linear(80, 90), torch.nn.Linear(80, 90)
-    theirs.load_state_dict(ours.state_dict())
-    cls = optimizer("adamw/int8_split24", tmp_path)
-    alone = cls(ours.bfloat16().named_parameters())
-    whole = optgen.optim.AdamW(theirs.bfloat16().named_parameters(), plan="int8_split24", backend="reference")
-    for k in range(3):
-        gradients(list(ours.parameters()), k)
-        gradients(list(theirs.parameters()), k)
-        alone.step()
-        whole.step()
-    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
-    with pytest.raises(ValueError, match=r"loaded by position, and names differ: \[\['weight', 'bias'\]\]"):
-        cls(list(ours.named_parameters())[::-1]).load_state_dict(alone.state_dict())
 
 
 def test_wrong_numbers_and_gradients_are_refused(tmp_path: Path) -> None:

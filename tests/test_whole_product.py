@@ -26,13 +26,12 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -40,7 +39,6 @@ import pytest
 import torch
 
 from optgen.driver import targets, triton_text
-from optgen.lang import wrappers
 from optgen.runtime.cpu import native
 from tests import harness, interpreter, product
 from tests.harness import plan_of, spec_of
@@ -223,29 +221,6 @@ def test_kernels_compile_for_every_target(rule: str, monkeypatch: pytest.MonkeyP
     check_all(part, rule, compile_kernels, {plan: Kernels(rule, plan) for _, plan in product.pairs([rule])})
 
 
-def test_every_kernel_of_a_pair_is_compiled_for_every_target(tmp_path: Path) -> None:
-    """Kernels that walk panels and kernels between sweeps too: all with a table and a list of work to go through."""
-    pytest.importorskip("triton")
-    case = next(c for c in targets.cases(spec_of("adamw"), plan_of("lpmm4")) if c.param.torch == "bfloat16")
-    jobs = list(Kernels("adamw", "lpmm4", (targets.case_name(spec_of("adamw"), case),)).jobs(tmp_path))
-    kernels = {job.name.removeprefix("adamw.lpmm4.adamw_bfloat16.") for job in jobs}
-    assert kernels == {"1", "2", "2_few", "2_flat", "3", "6", "6_flat", "7"}
-    assert sorted((j.name, t) for j in jobs for t in j.targets) == sorted({(j.name, t) for j in jobs for t in TARGETS})
-
-
-@pytest.mark.parametrize(("stack", "shared", "tiled", "wrong"), [
-    (8, 0, False, 1), (0, 64, True, 1), (0, 64, False, 0), (0, 0, True, 0),
-])  # fmt: skip
-def test_a_kernel_that_uses_stack_or_a_tiled_one_that_shares_memory_is_wrong(
-    stack: int, shared: int, tiled: bool, wrong: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, made = SimpleNamespace(name="k", tiled=tiled, targets=TARGETS), SimpleNamespace(stack=stack, shared=shared)
-    monkeypatch.setattr(Kernels, "jobs", lambda *_: iter([job]))
-    monkeypatch.setattr("tools.kernel_stats.compiled_to_fit", lambda *_: (made, made))
-    found = compile_kernels(Kernels("adamw", "fp32", targets=("sm_90",)))
-    assert len(found["wrong"]) == wrong and found["compiled"] == {"sm_90": 1}
-
-
 SAMPLE = """
 import json, sys
 from tests.test_whole_product import Kernels, compile_kernels
@@ -352,38 +327,7 @@ def test_fused_additions_are_right_of_one_assembler(
     assert found["wrong"] == (words[2:] if (triton, capability) == ("3.6", 100) else words)
 
 
-@pytest.mark.full  # 77 s
-def test_every_rule_wrapper_and_plan_is_emulated() -> None:
-    """By both versions of Triton, for all devices."""
-    found = [x for rule in (*WITH_MATRICES, *WRAPPED) for x in emulations(rule)]
-    rules, plans = (Counter(getattr(x.cell, name) for x in found) for name in ("spec", "plan"))
-    assert set(rules.items()) == {(rule, 2) for rule in (*WITH_MATRICES, *WRAPPED)}
-    assert {rule.split("(")[0] for rule in WRAPPED} == set(wrappers.__all__)
-    assert set(plans) == set(PLANS) and min(plans.values()) > 1
-    assert len({(x.cell.spec, x.triton) for x in found}) == len(found)
-    assert len({(x.triton, x.capability) for x in found}) == 6
-
-
 # What runs have found -------------------------------------------------------------------------------------------------
-
-
-def worker(number: int) -> dict[str, Any]:
-    if number == 7:
-        raise BrokenProcessPool
-    return {"number": number, "wrong": ["odd"] * (number % 2)}
-
-
-def test_a_run_goes_on_and_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a line at the end is passed over and closed, and what was wrong, or killed its process, is run again."""
-    monkeypatch.setattr(sys.modules[__name__], "kept", lambda: tmp_path / "kept")
-    monkeypatch.setattr(sys.modules[__name__], "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
-    path = tmp_path / "kept" / "cells.some.jsonl"
-    Results(path).add("10", {"number": 0, "wrong": []})
-    with path.open("a") as file:
-        file.write('\n["4", {"num')
-    with pytest.raises(AssertionError, match=r"2 of 4 are wrong\s+7: the process has died\s+5: odd"):
-        check_all("cells", "some", worker, {"10": 10, "7": 7, "5": 5, "4": 4})
-    assert {name: x["number"] for name, x in Results(path).known.items()} == {"10": 0, "4": 4}
 
 
 def summary(folder: Path) -> Iterator[str]:
