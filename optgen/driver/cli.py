@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from optgen import __version__
+import optgen
 from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import relative
@@ -396,7 +396,7 @@ def parsers() -> dict[str, Parser]:
     common.add_argument("-v", "--verbose", action="store_true", help="also the log and tracebacks")
     common.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser = Parser(prog="optgen", description=ABOUT, epilog=EXIT_CODES, parents=[common], allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"optgen {__version__}")
+    parser.add_argument("--version", action="version", version=f"optgen {optgen.__version__}")
     found, commands = {"": parser}, parser.add_subparsers(metavar="COMMAND")
     for name, (function, arguments) in COMMANDS.items():
         about = function.__doc__ or ""
