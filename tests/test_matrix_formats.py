@@ -318,38 +318,6 @@ def test_checkpoints_keep_bits_and_other_plans_are_converted(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("start", "new", "error"),
-    [
-        (0.0, lambda q, g: q + g @ (g.T @ q), r"`q` is declared orthogonal, but after step 1 on random matrices"),
-        (0.5, lambda q, g: qr(g @ (g.T @ q)), r"`average` cannot be normalized_by `size`"),
-    ],
-)
-def test_declarations_of_low_rank_states_are_checked(start: float, new: Any, error: str) -> None:
-    def made() -> Any:
-        @optimizer(cite="nobody")
-        def declared(
-            p, g,
-            q=low_rank_state("rows", orthogonal, rank=2, when="wide", init=1.0),
-            average=low_rank_state("rows", rank=2, when="wide", normalized_by="size", init=start),
-            size=low_rank_state("rows", nonneg, rank=2, when="wide"),
-            *,
-            wide=shape_flag(lambda shape: len(shape) >= 2),
-        ):  # fmt: skip
-            if not wide:
-                p = p - g
-                return p, q, average, size
-            q = new(q, g)
-            average, size = 0.9 * average + 0.1 * q, 0.9 * size + 0.1 * q * q
-            p = p - average @ (size.T @ g)
-            return p, q, average, size
-
-        return declared
-
-    with pytest.raises(UserError, match=error):
-        optgen.compile(made(), plans.int8)
-
-
-@pytest.mark.parametrize(
     ("name", "period", "coded"),
     [
         ("SOAP", "precondition_frequency", {"left", "right", "basis_left", "basis_right"}),

@@ -12,8 +12,8 @@ from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats import narrow
 from optgen.formats.check import check_block, check_words, is_number
-from optgen.formats.coded import InBlocks, error_of_table, of_zeros, widest
-from optgen.formats.format import FormatFinding, Noise
+from optgen.formats.coded import InBlocks, error_of_table, widest
+from optgen.formats.format import Noise
 from optgen.formats.scales import Scale, fp32
 from optgen.lang.values import Num, lookup, search
 from optgen.ops.dtypes import in_f32
@@ -34,7 +34,7 @@ class Codebook(InBlocks):
 
     Always to nearest, as the packages round whose states it keeps.  Encoding is idempotent where the table has the
     numbers of largest magnitude that it takes: 1, and -1.  A table without -1 shrinks every block whose largest
-    magnitude is negative, at each store (`shrinks`).  Of a table without 0 nothing becomes 0: a block of smaller
+    magnitude is negative, at each store.  Of a table without 0 nothing becomes 0: a block of smaller
     numbers than `low` is kept as if that were its largest.  A block with an Inf decodes to NaN, all of it and nothing
     else; its codes are unspecified.  So is that of a NaN, which decodes to a number.
     """
@@ -66,11 +66,6 @@ class Codebook(InBlocks):
     @property
     def fresh(self) -> int:
         return min(range(len(self.table)), key=lambda i: abs(self.table[i]))
-
-    @property
-    def shrinks(self) -> float:
-        """The factor of a block's largest magnitude at each store where its sign is the worse one."""
-        return min(self.table[-1], -self.table[0]) if self.signed else self.table[-1]
 
     @property
     def positive(self) -> bool:
@@ -112,17 +107,6 @@ class Codebook(InBlocks):
 
     def keeps_zero(self) -> bool:
         return 0.0 in self.table
-
-    def findings(self, nonneg: bool) -> list[FormatFinding]:
-        out: list[FormatFinding] = []
-        if self.shrinks < 1:
-            kept, lacking = self.shrinks, -1 if self.table[-1] == 1 else 1
-            reason = (
-                f"the table has no {lacking}: a block whose largest magnitude has that sign keeps {kept:.4g} of it at "
-                f"each store, {kept**10:.2g} after ten"
-            )
-            out.append(("L12", "warning", reason))
-        return out + of_zeros(self, nonneg) + super().findings(nonneg)
 
 
 def _checked(table: Sequence[float], bits: int, loc: Loc | None) -> tuple[float, ...]:

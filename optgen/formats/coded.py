@@ -156,11 +156,3 @@ def widest(readings: tuple[float, ...], least: float = 0.0) -> float:
     """Return the largest ratio of two neighbours among the positive numbers from `least` on."""
     positive = [x for x in readings if x > 0]
     return max(b / a for a, b in itertools.pairwise(positive) if a >= least)
-
-
-def of_zeros(fmt: Coded, nonneg: bool) -> list[FormatFinding]:
-    """Return what speaks against a format whose codes may read as 0 for a nonnegative state."""
-    if not nonneg or fmt.positive:
-        return []
-    reason = "what is small beside the largest of its block reads as 0, and the step is divided by eps alone"
-    return [("L13", "warning", reason)]

@@ -10,8 +10,8 @@ from typing import Literal
 
 from optgen.formats import words
 from optgen.formats.check import check_block, check_words
-from optgen.formats.coded import InBlocks, error_of_table, of_zeros, widest
-from optgen.formats.format import FormatFinding, Noise
+from optgen.formats.coded import InBlocks, error_of_table, widest
+from optgen.formats.format import Noise
 from optgen.formats.scales import LARGEST, Scale, fp32
 from optgen.lang.values import Num, bits, cast, clip, from_bits, minimum, where
 from optgen.ops import dtypes
@@ -131,9 +131,6 @@ class Fp8(InBlocks):
 
     def keeps_zero(self) -> bool:
         return True
-
-    def findings(self, nonneg: bool) -> list[FormatFinding]:
-        return of_zeros(self, nonneg) + super().findings(nonneg)
 
 
 @lru_cache

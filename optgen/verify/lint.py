@@ -17,8 +17,6 @@ L9  a running maximum without decay, stochastically, climbs, a minimum sinks: wh
     is stored again, with what it is kept relative to, wanders stochastically
 L10 what is only ever multiplied stays 0 once it is 0
 L11 a narrow weight, to nearest, loses updates below half of its last place
-L12 a codebook without the number that a block's largest magnitude becomes shrinks the block at each store
-L13 a nonnegative state that may be read back as 0 although it is not: a step is then divided by eps alone
 L14 means of rows and columns keep no element's maximum or minimum
 L15 what grows with the step becomes an infinity, or NaN, late in training
 L16 a rule of rows and columns without a branch for vectors refuses every model with a bias
