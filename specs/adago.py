@@ -21,7 +21,6 @@ def adago(
     v0=hyper(1e-6, gt=0),
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
     ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
-    gram=hyper(False),
     adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     adamw_eps=hyper(1e-8, gt=0),
@@ -30,7 +29,7 @@ def adago(
 ):
     """The step is lr times the gradient's norm over the root of the sum of its squares, and at least eps.
 
-    Norms count for gamma at most.  `blocks`, adamw=True, adamw_lr, ns_coefficients and gram are those of Muon; the norm
+    Norms count for gamma at most.  `blocks`, adamw=True, adamw_lr and ns_coefficients are those of Muon; the norm
     is that of the whole parameter.  eps, a rate itself, follows schedules of lr as adamw_lr does.
     """
     if adamw or not matrix:
@@ -39,7 +38,7 @@ def adago(
         )
         return p, momentum_buffer, exp_avg_sq, grad_sq
     momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
+    direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients)
     size = minimum(norm(g), gamma)
     grad_sq = grad_sq + size * size
     p = policies.decoupled(p, lr, weight_decay)

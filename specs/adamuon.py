@@ -18,7 +18,6 @@ def adamuon(
     nesterov=hyper(True),
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
     ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
-    gram=hyper(False),
     adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     adamw=flag(False),
@@ -26,8 +25,8 @@ def adamuon(
 ):
     """AdaMuon: Muon of the momentum's signs, whose step each element's second moment evens out; AdamW for vectors.
 
-    The step has the size of AdamW's: a root mean square of 0.2 lr.  `blocks`, adamw=True, adamw_lr, ns_coefficients and
-    gram are those of Muon.
+    The step has the size of AdamW's: a root mean square of 0.2 lr.  `blocks`, adamw=True, adamw_lr and
+    ns_coefficients are those of Muon.
     """
     if adamw or not matrix:
         p, momentum_buffer, exp_avg_sq = policies.adamw_step(
@@ -36,7 +35,7 @@ def adamuon(
         return p, momentum_buffer, exp_avg_sq
     momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     ahead = nesterov * (1 - momentum)
-    direction = newton_schulz(sign((1 - ahead) * momentum_buffer + ahead * g), ns_steps, ns_coefficients, gram=gram)
+    direction = newton_schulz(sign((1 - ahead) * momentum_buffer + ahead * g), ns_steps, ns_coefficients)
     exp_avg_sq = momentum * exp_avg_sq + (1 - momentum) * direction * direction
     even = direction / (sqrt(exp_avg_sq) + eps)
     size = 0.2 * sqrt(rows(p) * columns(p)) / (mat_norm(even) + eps)

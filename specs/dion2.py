@@ -28,7 +28,6 @@ def dion2(
     eps=hyper(1e-8, gt=0),
     ns_coefficients=hyper(EXPRESS, series=True),
     ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
-    gram=hyper(False),
     adamw=flag(False),
     matrix=shape_flag(lambda shape: len(shape) >= 2),
 ):
@@ -37,7 +36,7 @@ def dion2(
     A step takes a fraction of the rows of each matrix, or of its columns where there are fewer: those with the largest
     sums of magnitudes.  They are made orthogonal by themselves, and their momentum decays by ef_decay; that of the
     others grows until they are taken.  Groups with adamw=True (embeddings, the head) and vectors have AdamW, of the
-    same lr.  `blocks`, ns_coefficients and gram are those of Muon.
+    same lr.  `blocks` and ns_coefficients are those of Muon.
     """
     if adamw or not matrix:
         p, momentum_buffer, exp_avg_sq = policies.adamw_step(
@@ -46,7 +45,7 @@ def dion2(
         return p, momentum_buffer, exp_avg_sq
     full = momentum_buffer + g
     taken = top_rows(full, fraction)
-    step = newton_schulz(taken, ns_steps, ns_coefficients, eps, gram=gram, part=fraction)
+    step = newton_schulz(taken, ns_steps, ns_coefficients, eps, part=fraction)
     momentum_buffer = full - (1 - ef_decay) * taken
     p = policies.decoupled(p, lr, weight_decay)
     p = p - lr * sqrt(rows(p) / columns(p)) * step

@@ -19,7 +19,6 @@ def muon(
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
     eps=hyper(1e-7, gt=0),
     ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
-    gram=hyper(False),
     scale_floor=hyper(1.0, ge=0),
     adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
@@ -41,7 +40,7 @@ def muon(
     Usual rates are 0.02 for matrices (with match_rms_adamw that of AdamW) and 3e-4 to 3e-3 for all else.
 
     ns_coefficients "jordan", "polar_express", "deepseek" or "cubic", (a, b, c), or a list of those of each round, of
-    which the last goes on.  gram takes the products of the short side of a matrix.  A step is scaled by
+    which the last goes on.  A step is scaled by
     sqrt(max(scale_floor, rows / columns)): with scale_floor=0 all have a spectral norm of sqrt(rows / columns).
     match_rms_adamw scales by 0.2 sqrt(max(rows, columns)) instead, so that learning rates of AdamW serve (Moonlight).
     """
@@ -52,7 +51,7 @@ def muon(
         return p, momentum_buffer, exp_avg_sq
     momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
-    direction = newton_schulz(direction, ns_steps, ns_coefficients, eps, gram=gram)
+    direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
     height, width = rows(p), columns(p)
     scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
     p = policies.decoupled(p, lr, weight_decay)

@@ -19,7 +19,6 @@ def normuon(
     eps=hyper(1e-8, gt=0),
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
     ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
-    gram=hyper(False),
     adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     adamw=flag(False),
@@ -29,7 +28,7 @@ def normuon(
 
     Each matrix of a stack [experts, rows, columns] is one of its own, and convolutions are matrices of their output
     channels: `blocks` says which of the two, and how many heads a matrix has.  Groups with adamw=True (embeddings, the
-    head) take AdamW whatever their shape.  Rates (lr, adamw_lr), ns_coefficients and gram are those of Muon.
+    head) take AdamW whatever their shape.  Rates (lr, adamw_lr) and ns_coefficients are those of Muon.
     """
     if adamw or not matrix:
         p, momentum_buffer, exp_avg_sq = policies.adamw_step(
@@ -38,7 +37,7 @@ def normuon(
         return p, momentum_buffer, exp_avg_sq, row_sq
     beta1, beta2 = betas
     momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
-    direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
+    direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients)
     row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
     even = direction / (sqrt(row_sq) + eps)
     size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(mat_norm(even), eps)

@@ -16,7 +16,6 @@ def polargrad(
     momentum=hyper(0.95, ge=0, lt=1),
     ns_coefficients=hyper("polar_express", series=True),
     ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
-    gram=hyper(False),
     adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     adamw_eps=hyper(1e-8, gt=0),
@@ -25,8 +24,8 @@ def polargrad(
 ):
     """PolarGrad: momentum of a weight matrix, made orthogonal and given its nuclear norm; AdamW for vectors.
 
-    The step vanishes with the gradient, as that of SGD does.  `blocks`, adamw=True, adamw_lr, ns_coefficients and
-    gram are those of Muon.
+    The step vanishes with the gradient, as that of SGD does.  `blocks`, adamw=True, adamw_lr and
+    ns_coefficients are those of Muon.
     """
     if adamw or not matrix:
         p, momentum_buffer, exp_avg_sq = policies.adamw_step(
@@ -34,7 +33,7 @@ def polargrad(
         )
         return p, momentum_buffer, exp_avg_sq
     momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
-    direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
+    direction = newton_schulz(momentum_buffer, ns_steps, ns_coefficients)
     nuclear = mat_mean(momentum_buffer * direction) * (rows(p) * columns(p))
     p = policies.decoupled(p, lr, weight_decay)
     p = p - lr * nuclear * direction

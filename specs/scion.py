@@ -17,7 +17,6 @@ def scion(
     normalized=hyper(True),
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
     ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
-    gram=hyper(False),
     eps=hyper(1e-8, gt=0),
     sign_norm=flag(False),
     row_norm=flag(False),
@@ -28,7 +27,7 @@ def scion(
     The weights stay in the ball of radius `scale` in that norm, where 1 is that of an operator which leaves the root
     mean square of its input, unless unconstrained; momentum is the part of the gradient in the average.  Groups take
     other norms: the head sign_norm=True or row_norm=True, an embedding (vocabulary, features) the same with
-    normalized=False.  `blocks`, ns_coefficients and gram are those of Muon.
+    normalized=False.  `blocks` and ns_coefficients are those of Muon.
     """
     momentum_buffer = (1 - momentum) * momentum_buffer + momentum * g
     if matrix:
@@ -38,7 +37,7 @@ def scion(
         elif row_norm:
             step = momentum_buffer / (width * sqrt(row_mean(momentum_buffer * momentum_buffer)) + eps)
         else:
-            step = sqrt(rows(p) / width) * newton_schulz(momentum_buffer, ns_steps, ns_coefficients, gram=gram)
+            step = sqrt(rows(p) / width) * newton_schulz(momentum_buffer, ns_steps, ns_coefficients)
     else:
         step = momentum_buffer / (rms(momentum_buffer) + eps)
     p = p * (1 - lr * (1 - unconstrained)) - lr * scale * step

@@ -252,19 +252,14 @@ ROUNDS = {
 """Rounds and coefficients as the papers have them, and how far from 1 singular values of Gaussian matrices stay."""
 
 
-@pytest.mark.parametrize("gram", [False, True])
 @pytest.mark.parametrize("name", ROUNDS)
-def test_named_coefficients_are_those_of_their_papers(name: str, gram: bool) -> None:
-    """Against fp64, within roundings of bf16; the form with products of the short side is no further from it."""
+def test_named_coefficients_are_those_of_their_papers(name: str) -> None:
+    """Against fp64, within roundings of bf16."""
     steps, rounds, near = ROUNDS[name]
     for shape in ((3, 64, 256), (256, 64), (30, 40), (40, 40), (8, 40)):
         x = drawn(*shape)
-        made, exact = newton_schulz(x, coefficients=name, gram=gram), exactly(x, steps, rounds)
-        usual = newton_schulz(x, steps, rounds).double()
+        made, exact = newton_schulz(x, coefficients=name), exactly(x, steps, rounds)
         assert (made - exact).norm() <= 0.03 * exact.norm()
-        if gram and min(shape[-2:]) < max(shape[-2:]):
-            assert (made - exact).norm() <= (usual - exact).norm() + 2.0**-8 * exact.norm()
-            assert (made - usual).norm() <= 0.05 * exact.norm()
         if name != "cubic" and shape[-2] != shape[-1]:
             assert (torch.linalg.svdvals(made) - 1).abs().max() <= near
 
@@ -273,7 +268,7 @@ def test_named_coefficients_are_those_of_their_papers(name: str, gram: bool) -> 
 @pytest.mark.parametrize("floor", [0.0, 1.0])
 def test_groups_choose_their_coefficients(floor: float, backend: str) -> None:
     """Names, lists and triples, each in a group, before and after a checkpoint: the first step against fp64."""
-    given: dict[str, Any] = {name: {"ns_coefficients": name, "gram": name == "deepseek"} for name in ROUNDS}
+    given: dict[str, Any] = {name: {"ns_coefficients": name} for name in ROUNDS}
     given["list"] = {"ns_coefficients": [list(t) for t in EXPRESS[:3]]}
     given["triple"] = {"ns_coefficients": EXPRESS[0], "ns_steps": 2}
     wanted = {name: (steps, rounds) for name, (steps, rounds, _) in ROUNDS.items()}
@@ -301,8 +296,6 @@ def test_other_coefficients_are_refused(coefficients: Any) -> None:
         newton_schulz(torch.ones(2, 3), coefficients=coefficients)
     with pytest.raises(ValueError, match=r"Muon: ns_coefficients must be \(a, b, c\).*'polar_express', 'deepseek'"):
         Muon([nn.Parameter(torch.ones(2, 3))], ns_coefficients=coefficients)
-    with pytest.raises(TypeError, match="NorMuon: gram must be True or False, got 1"):
-        NorMuon([nn.Parameter(torch.ones(2, 3))], gram=1)
 
 
 @pytest.mark.parametrize("wrong", ["lots", "5MB", -1, 0, 0.5, True])

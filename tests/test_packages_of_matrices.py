@@ -31,7 +31,7 @@ of Jordan's."""
 svd = torch.linalg.svd
 
 
-def in_fp64(x: Tensor, steps: float, normalize: float, gram: float, eps: float, *numbers: float) -> Tensor:
+def in_fp64(x: Tensor, steps: float, normalize: float, eps: float, *numbers: float) -> Tensor:
     """Rounds of Newton-Schulz, as optgen calls them, without roundings to bf16."""
     parts = [numbers[k : k + 3] for k in range(0, len(numbers), 3)]
     rounds = series.SEEN[int(numbers[0])] if len(numbers) == 1 else parts

@@ -69,7 +69,7 @@ def test_bits_of_the_package(pair: str, tmp_path: Path) -> None:
 
 
 def test_a_file_takes_the_coefficients_that_the_package_takes(tmp_path: Path) -> None:
-    options = {"ns_coefficients": "deepseek", "gram": True}
+    options = {"ns_coefficients": "deepseek"}
     check("muon/fp32", optimizer("muon/fp32", tmp_path), "reference", ((6, 10),), 2, **options)
 
 

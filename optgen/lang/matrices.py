@@ -30,7 +30,6 @@ def newton_schulz(
     eps: Num = 1e-7,
     *,
     normalize: bool = True,
-    gram: Num = False,
     part: Num | None = None,
 ) -> Any:
     """The orthogonal matrix nearest to x, nearly: x (rows, columns) with its singular values brought near 1.
@@ -42,12 +41,10 @@ def newton_schulz(
     coefficients  (a, b, c), a list of those of each round, of which the last goes on, or the name of a set
                   (runtime/records/series.py); or a hyper-parameter with series=True
     normalize     False: x has no singular value above 1 already
-    gram          True: take products of the short side of x, in fp16: 4 instead of 10 of its long side in five rounds
     part          x = top_rows(y, part): take products of these rows alone
     """
     usual, triples = (5, ((coefficients,),)) if isinstance(coefficients, Value) else _rounds(coefficients)
-    by_gram = gram if isinstance(gram, Value) else float(gram)
-    numbers = [usual if steps is None else steps, float(normalize), by_gram, eps, *(x for t in triples for x in t)]
+    numbers = [usual if steps is None else steps, float(normalize), eps, *(x for t in triples for x in t)]
     if part is not None:
         return _call("newton_schulz_of_rows", (x,), [part, *numbers])
     return _call("newton_schulz", (x,), numbers)

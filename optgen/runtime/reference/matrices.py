@@ -15,23 +15,17 @@ from optgen.runtime.reference.matrix_codecs import Noise, panels
 
 _WORD = 2**32 - 1
 
-RESTART = (2, 3)
-"""The first round of the gram form that begins with products of the long side again, and the rounds to the next:
-rounding adds up in between."""
-
-
-def newton_schulz(x: Tensor, steps: float, normalize: float, gram: float, eps: float, *coefficients: float) -> Tensor:
+def newton_schulz(x: Tensor, steps: float, normalize: float, eps: float, *coefficients: float) -> Tensor:
     """x (rows, columns), its singular values brought near 1: bf16; leading dimensions are a batch.
 
     In bf16 throughout, with the operations of torch.optim.Muon in its order, so that it gives the same bits.
 
     normalize     unless 0, divide by the Frobenius norm first, which is eps at least
-    gram          unless 0, take the same rounds by products of the short side of x, where it has one, in fp16
     coefficients  a, b and c of each round, or one number that stands for them (series.number); those of the last round
                   are those of all further ones
     """
     if x.ndim > 3:
-        return newton_schulz(x.flatten(0, -3), steps, normalize, gram, eps, *coefficients).view(x.shape)
+        return newton_schulz(x.flatten(0, -3), steps, normalize, eps, *coefficients).view(x.shape)
     x = x.to(torch.bfloat16)
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
@@ -41,12 +35,9 @@ def newton_schulz(x: Tensor, steps: float, normalize: float, gram: float, eps: f
         coefficients = tuple(x for t in series.SEEN[int(coefficients[0])] for x in t)
     triples = [coefficients[k : k + 3] for k in range(0, len(coefficients), 3)]
     rounds = [triples[min(k, len(triples) - 1)] for k in range(int(steps))]
-    if gram and x.shape[-2] < x.shape[-1]:
-        x = _by_gram(x.to(torch.float16), rounds).to(torch.bfloat16)
-    else:
-        for a, b, c in rounds:
-            square = x @ x.mT
-            x = _sum(a, x, 1.0, _sum(b, square, c, square, square) if c else b * square, x)
+    for a, b, c in rounds:
+        square = x @ x.mT
+        x = _sum(a, x, 1.0, _sum(b, square, c, square, square) if c else b * square, x)
     return x if wide else x.mT
 
 
@@ -101,28 +92,6 @@ def _sum(beta: float, x: Tensor, alpha: float, left: Tensor, right: Tensor) -> T
     """beta x + alpha left right."""
     function = torch.baddbmm if x.ndim == 3 else torch.addmm
     return function(x, left, right, beta=beta, alpha=alpha)
-
-
-def _by_gram(x: Tensor, rounds: Sequence[Sequence[float]]) -> Tensor:
-    """The rounds of newton_schulz by r = x x' and the product q of all factors, by which x is multiplied at last.
-
-    A round's factor is s = a + b r + c r^2, so that the next r is s r s.  In bf16 eigenvalues of r that should be near
-    0 may be negative enough to grow without end; fp16, of 3 more bits, is nearer to fp64 than the usual form in bf16.
-    """
-    first, every = RESTART
-    q = r = x.new_empty(0)
-    for k, (a, b, c) in enumerate(rounds):
-        begins = k == 0 or (k >= first and (k - first) % every == 0)
-        if begins:
-            x = q @ x if k else x
-            r = x @ x.mT
-        z = _sum(b, r, c, r, r)
-        q = z + a * torch.eye(r.shape[-1], dtype=r.dtype, device=r.device) if begins else _sum(a, q, 1.0, z, q)
-        after = k + 1
-        if after < len(rounds) and not (after >= first and (after - first) % every == 0):
-            half = _sum(a, r, 1.0, z, r)
-            r = _sum(a, half, 1.0, half, z)
-    return q @ x if rounds else x
 
 
 def averaged(beta: float, x: Tensor, alpha: float, product: Tensor) -> Tensor:
