@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from optgen.optim import LAMB, AdamW
+from optgen.optim import AdamW
 from optgen.runtime import Optimizer
 from optgen.runtime.layout import workspace
 from tests.test_fast_path import CHANGES as OF_CPP
@@ -73,21 +73,6 @@ def test_whatever_changes_is_seen(change: str, options: dict[str, Any], monkeypa
         one.step()
     assert everything(opt) == everything(long)
     assert taken[0] == (change in SHORT)
-
-
-@pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["", "capturable"])
-def test_steps_of_several_stages(options: dict[str, Any]) -> None:
-    opt, long = trained(LAMB, **options), trained(LAMB, short=False, **options)
-    (kept,), taken = opt._stepper.plans.kept, []
-    for step in range(4):
-        for one in (opt, long):
-            taken.append([p.grad for p in params_of(one)])  # alive, so that the new ones lie elsewhere
-            if step > 1:
-                one.zero_grad()
-            give(params_of(one), step)
-            one.step()
-        assert opt._stepper.plans.kept == [kept]
-    assert everything(opt) == everything(long)
 
 
 def test_a_step_that_broke_off_while_tables_followed_is_made_right_the_next_time(
