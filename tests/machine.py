@@ -2,8 +2,7 @@
 
 An optimizer is taken through drawn operations beside its twin, an optimizer of the same class that only makes steps:
 where a scheduler sets a rate, the twin is given the number; where a weight is edited, its value; where a run goes on
-from a checkpoint, nothing.  Weights, states and numbers of both have the same bits after every operation.  Under fp32
-some rules have torch.optim as a third one beside them, from whose step theirs differs by roundings.
+from a checkpoint, nothing.  Weights, states and numbers of both have the same bits after every operation.
 
 Hypothesis draws and shrinks the operations of `Machine`.  What it prints of a failure are calls of them; as a list of
 (name, arguments) they are a row of REPLAYS in tests/test_machine.py.
@@ -390,15 +389,12 @@ class Machine(RuleBasedStateMachine):
             return 2.5
 
         self.feed()
-        peer = None if self.handles else Peer.of(self, values[0])
         if closure or self.two:
             with torch.no_grad():
                 assert self.subject.opt.step(loss) == 2.5
         else:
             loss()
             self.subject.opt.step()
-        if peer is not None:
-            peer.compare(self.subject)
         self.finish(*values)
 
     @operation(trains, seed=seeds, count=st.integers(1, 4), lacking=masks)
@@ -656,70 +652,3 @@ class Machine(RuleBasedStateMachine):
                 self.release()
             self.freeze(0)
             self.train(1, 2)
-
-
-class Peer:
-    """A step that torch.optim makes in fp64 from the subject's dense states, with a majorant of its roundings.
-
-    The majorant is the same step of the sizes of weights, moments and gradients.  Fewer than 64 roundings, each of a
-    number no larger than there, are between the two steps: second moments are sums of squares, so that no cancellation
-    makes their relative errors larger.  Weight decay within the gradient could, under rules that divide by them.
-    What rules for matrices leave to AdamW has its rate in proportion to lr, or in groups of AdamW that itself.
-    """
-
-    RULES: Mapping[str, Any] = {
-        "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "nadam": torch.optim.NAdam,
-        "rmsprop": torch.optim.RMSprop, **dict.fromkeys(("muon", "adago", "polargrad"), torch.optim.AdamW),
-    }  # fmt: skip
-
-    def __init__(self, machine: Machine, found: Mapping[str, Tensor]) -> None:
-        cls, self.made = self.RULES[machine.cell.rule], dict[str, list[Any]]()
-        known = inspect.signature(cls).parameters.keys() - {"params", "foreach", "fused"}
-        base = {name: group["lr"] for group in machine.groups for name in group["params"]}
-        dense = self.dense(machine.subject)
-        for name, p, group in machine.subject.entries():
-            numbers = {k: plain(x) for k, x in group.items() if k in known}
-            if "adamw_lr" in group:
-                if p.ndim > 1 and not group["adamw"]:
-                    continue
-                share = numbers["lr"] / base[name]
-                numbers |= {"betas": group["adamw_betas"], "eps": group["adamw_eps"]}
-                numbers |= {} if group["adamw"] else {"lr": plain(group["adamw_lr"]) * share}
-            self.made[name] = [p.detach().double()]
-            for sized in (Tensor.clone, Tensor.abs):
-                q = nn.Parameter(sized(p.detach().double()))
-                q.grad = sized(found[name].double()) if name in found else None
-                numbers["maximize"] = group["maximize"] and sized is Tensor.clone
-                opt = cls([q], **numbers, foreach=False)
-                opt.state[q].update({k: sized(x.double()) for k, x in dense[name].items()})
-                opt.step()
-                self.made[name].append({"weight": q.detach(), **opt.state[q]})
-
-    @staticmethod
-    def dense(run: Run) -> dict[str, dict[str, Tensor]]:
-        """Return states in torch's form, under AdamW's names."""
-        states = run.opt.dense_state_dict()["state"]
-        renamed = {"momentum_buffer": "exp_avg"} if "adamw_lr" in run.opt.defaults else {}
-        return {
-            name: {renamed.get(k, k): x for k, x in states.get(i, {}).items()}
-            for i, (name, _, _) in enumerate(run.entries())
-        }
-
-    @classmethod
-    def of(cls, machine: Machine, found: Mapping[str, Tensor]) -> Peer | None:
-        cell, groups = machine.cell, machine.subject.opt.param_groups
-        coupled = cell.rule in ("adam", "nadam", "rmsprop") and any(g["weight_decay"] for g in groups)
-        coupled |= cell.rule == "rmsprop" and any(g["momentum"] for g in groups)  # torch takes none that begins late
-        fits = cell.rule in cls.RULES and cell.plan == "fp32" and cell.dtype == "float32" and found and not coupled
-        return cls(machine, found) if fits else None
-
-    def compare(self, run: Run) -> None:
-        """Assert that weights and states are as near as that."""
-        dense = self.dense(run)
-        for name, (old, values, sizes) in self.made.items():
-            mine = {"weight": run.model[name].detach(), **dense[name]}
-            for key, x in values.items():
-                if isinstance(x, Tensor) and (x.ndim or key != "step"):  # SGD keeps a count that it is given
-                    most = old.abs() + (sizes[key] - old.abs()).abs() if key == "weight" else sizes[key].abs()
-                    near = (mine[key] - x).abs() <= 64 * 2.0**-24 * most + 2.0**-126
-                    assert bool(near.all()), f"{name}: {key} of torch.optim"

@@ -64,19 +64,6 @@ def test_trainer_stopped_and_resumed(tmp_path: Path, ready: bool, options: dict[
     assert whole.state.log_history[-1]["train_loss"] < 4.0  # log(64) is 4.16
 
 
-def test_trainer_makes_groups_with_and_without_decay(tmp_path: Path) -> None:
-    hf = example("hf_trainer", "transformers", "accelerate")
-    made = hf.trainer(tmp_path, 1)
-    optimizer = made.create_optimizer()
-    assert isinstance(optimizer, AdamW)
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
-    assert all(g["betas"] == (0.9, 0.95) for g in optimizer.param_groups)
-    embedding = made.model.get_input_embeddings().weight
-    places = [p is embedding for g in optimizer.param_groups for p in g["params"]]
-    assert optimizer.plans() == {i: f"int8_split24{' (fp32 states)' * here}" for i, here in enumerate(places)}
-    assert sum(places) == 1
-
-
 @pytest.mark.parametrize("rule", ["schedule_free_adamw", "ema(adamw)"])
 def test_trainer_evaluates_and_saves_at_the_same_step(tmp_path: Path, rule: str) -> None:
     """The Trainer calls eval() of the optimizer, saves in evaluation, and calls train() before the next step."""

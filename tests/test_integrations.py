@@ -115,17 +115,6 @@ def test_torchtitan_builds_from_a_configuration(rule: str) -> None:
     assert_as_by_itself(model, rule)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_accelerate(rule: str) -> None:
-    accelerate, model = pytest.importorskip("accelerate"), net()
-    state = accelerate.state.AcceleratorState
-    state._reset_state(reset_partial_state=True)
-    prepared, optimizer = accelerate.Accelerator(cpu=True).prepare(model, optgen.make(rule, model, **OPTIONS))
-    train(prepared, optimizer)
-    state._reset_state(reset_partial_state=True)
-    assert_as_by_itself(model, rule)
-
-
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "CAME"])
 def test_lightning_reads_the_class_from_a_file(tmp_path: Path, name: str) -> None:
     for package in ("jsonargparse", "typeshed_client"):  # jsonargparse[signatures]

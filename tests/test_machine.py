@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from optgen.runtime.cpu import native
-from tests.machine import LOADS, Cell, Machine, Peer
+from tests.machine import LOADS, Cell, Machine
 
 RULES = (
     "adamw", "adam", "sgd", "lion", "nadam", "rmsprop", "adopt", "ademamix",  # elements, clocks
@@ -40,7 +40,6 @@ CELLS: dict[str, st.SearchStrategy[Cell]] = {
         Cell, st.sampled_from(["schedule_free_adamw", "adafactor", "ema(adamw)", "averaged(sgd)"]),
         st.sampled_from([plan for plan in PLANS if "split" in plan]), st.just("bfloat16"), named=st.booleans(),
     ),
-    "peer": st.builds(Cell, st.sampled_from([*Peer.RULES]), named=st.booleans()),
     "cpp": st.builds(
         Cell, st.sampled_from(["adamw", "lamb"]), st.just("int8_split24"), st.just("bfloat16"), st.just("cpp"),
         named=st.booleans(),
@@ -51,7 +50,7 @@ CELLS: dict[str, st.SearchStrategy[Cell]] = {
 }  # fmt: skip
 """What is drawn of each kind; kernels of few rules, since they take seconds to compile and to interpret."""
 
-EXAMPLES = {"reference": 45, "kept": 15, "peer": 20, "cpp": 15, "triton": 4}
+EXAMPLES = {"reference": 45, "kept": 15, "cpp": 15, "triton": 4}
 
 
 def run(kind: str, seed: int | None = None, **changed: Any) -> None:

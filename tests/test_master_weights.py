@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from optgen import cast_model
 from optgen.optim import AdamW, ScheduleFreeAdamW
 from optgen.runtime.checkpoint import weights
-from optgen.runtime.states import low_bits, state
+from optgen.runtime.states import low_bits
 from tests.training import alike, everything, through_file, train
 
 NARROW = [torch.bfloat16, torch.float16]
@@ -74,18 +74,6 @@ def test_every_bit_comes_back(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     if dtype == torch.bfloat16:  # ties that were rounded down, and NaNs, are all that does not fit 16 bits
         apart = p.__dict__[low_bits.ATTRIBUTE]["at"].numel()
         assert apart < 2**17
-
-
-def test_bytes_while_it_waits() -> None:
-    p = nn.Parameter(torch.randn(300, 300))
-    exact = p.detach().clone()
-    p.data = exact.bfloat16()
-    low_bits.keep(p, exact)
-    kept = p.__dict__[low_bits.ATTRIBUTE]
-    assert sum(t.numel() * t.element_size() for t in kept.values() if isinstance(t, Tensor)) <= 2.01 * p.numel()
-    rounded = nn.Parameter(exact.bfloat16())
-    low_bits.keep(rounded, rounded.detach().float())
-    assert low_bits.ATTRIBUTE not in rounded.__dict__  # nothing was lost, nothing is kept
 
 
 EDITS: dict[str, Callable[[nn.Parameter], object]] = {
@@ -360,17 +348,6 @@ def test_what_torch_cannot_write_in_the_model_is_seen_before_the_rest_is_written
     assert all(torch.equal(found[name], before[name]) for name in before.keys() - {"body.weight", "body.bias"})
 
 
-def test_buffers_torch_writes_in_its_own_way_are_left_to_it() -> None:
-    """Sparse ones from sparse ones, and on the meta device nothing."""
-    model = nn.Linear(64, 64)
-    model.register_buffer("sparse", torch.eye(4).to_sparse())
-    model.register_buffer("meta", torch.zeros(4, device="meta"))
-    opt = AdamW(model.parameters())
-    found = opt.master_state_dict(model)
-    opt.load_master_state_dict(model, {**found, "sparse": found["sparse"] * 2})
-    assert torch.equal(model.sparse.to_dense(), 2 * torch.eye(4))
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_dtensors_that_do_not_fit_change_nothing() -> None:
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
@@ -402,12 +379,6 @@ def test_another_model_is_refused() -> None:
         opt.load_master_state_dict(model, 3)  # type: ignore[arg-type]
 
 
-def test_names_of_a_wrapped_model_are_its_own() -> None:
-    model, opt = ready("running")
-    wrapped = nn.ModuleDict({"module": model})
-    assert list(opt.master_state_dict(wrapped)) == [f"module.{name}" for name in model.state_dict()]
-
-
 # -- weights that somebody else changes ------------------------------------------------------------------------
 @pytest.mark.parametrize("plan", ["fp32_master", "bf16_kahan"])
 def test_an_edit_that_contradicts_the_kept_weight_is_found(plan: str) -> None:
@@ -430,14 +401,6 @@ def test_a_weight_is_changed_where_it_is_two_places_from_the_kept_one(dtype: tor
     places = kept.to(dtype).view(torch.int16)
     for off, changed in ((0, False), (1, False), (2, True), (3, True)):
         assert weights.edited((places + off).view(dtype), kept) is changed
-
-
-def test_parameters_moved_after_their_states_were_made() -> None:
-    model, opt = ready("running")
-    p = model.body.bias
-    variant = _variant(opt, p)
-    with pytest.raises(RuntimeError, match=r"moved .* opt.load_state_dict\(opt.state_dict\(\)\)"):
-        state.check(variant, torch.empty_like(p, device="meta"), opt.state[p], "body.bias")
 
 
 def test_two_models_whose_parameters_have_the_same_names() -> None:

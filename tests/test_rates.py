@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import lr_scheduler
 
 import optgen
@@ -172,47 +171,6 @@ def test_everything_follows_lr_in_kernels(rule: str, backend: str) -> None:
     _follow(rule, "fp32", backend, "by hand", True, False)
     if backend == "triton":  # steps that are counted on the device, which read lr there
         _follow(rule, "fp32", backend, "cosine", False, True, counted=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["reference", "cpp"])
-@pytest.mark.parametrize("rule", RULES)
-def test_everything_follows_lr_in_all_ways(rule: str, backend: str) -> None:
-    for plan, *rest in _cases(rule, 30):
-        _follow(rule, plan, backend, *rest)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("rule", RULES)
-def test_states_made_for_loading_leave_the_weights(rule: str, flat: bool) -> None:
-    """torch.distributed.checkpoint makes states by a step at lr = 0; the loaded run goes on at the rates saved."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-
-    def made(lr: float) -> tuple[nn.Module, Any]:
-        torch.manual_seed(7)
-        net = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 5))
-        named = list(net.named_parameters())
-        groups = [{"params": named[:4]}, {"params": named[4:], "adamw": True}]
-        return net, getattr(optgen.optim, rule)(groups, lr=lr, plan="fp32", backend="reference")
-
-    def step(net: nn.Module, opt: Any) -> None:
-        for k, p in enumerate(net.parameters()):
-            p.grad = torch.linspace(-1, 1 + k, p.numel()).view(p.shape).sin()
-        opt.step()
-
-    net, opt = made(LR)
-    for group in opt.param_groups:
-        group["lr"] *= 0.5
-    step(net, opt)
-    weights = {name: x.clone() for name, x in net.state_dict().items()}
-    states = get_optimizer_state_dict(net, opt, options=options)
-    again, fresh = made(0.3)
-    again.load_state_dict(weights)
-    set_optimizer_state_dict(again, fresh, states, options=options)
-    assert all(harness.same_bits(x, weights[name]) for name, x in again.state_dict().items())
-    step(net, opt)
-    step(again, fresh)
-    assert all(harness.same_bits(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
 
 def test_several_rules_and_schedules_of_wrappers() -> None:

@@ -105,24 +105,7 @@ def other_rules(example: ModuleType) -> None:
         assert all(a.isfinite().all() and not torch.equal(a, b) for a, b in pairs)
 
 
-def rates_of_vectors(example: ModuleType) -> None:
-    """Under Muon AdamW's rate of a vector follows its group's lr_scale and the schedule: its first step is that rate
-    times |g| / (|g| + eps) for each element, rounded eight times, and once with the weight."""
-    from optgen.integrations.timm import register
-
-    model, before = example.network(), example.network()
-    made = example.optimizer(model, register("muon", plan="fp32"), adamw_lr=2e-3)
-    example.train(model, made, 4, 5)
-    starts = dict(zip(model.parameters(), before.parameters(), strict=True))
-    found = [(g, p) for g in made.param_groups if g["weight_decay"] == 0 for p in g["params"] if p.ndim < 2]
-    assert len({group["lr_scale"] for group, _ in found}) > 2
-    for group, p in found:
-        rate, moved = 2e-3 * group["lr"] / 1e-3, (p - starts[p]).detach().abs().max()
-        slack = rate * 2**-21 + 2**-24 * float(p.detach().abs().max())
-        assert 0.99 * rate - slack < moved <= rate + slack  # the largest |g| is 100 eps at least
-
-
-CHECKS = {x.__name__: x for x in (stopped_and_resumed, beside_torchs, other_rules, rates_of_vectors)}
+CHECKS = {x.__name__: x for x in (stopped_and_resumed, beside_torchs, other_rules)}
 
 
 def main() -> None:

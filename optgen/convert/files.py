@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from optgen.base.errors import UserError
-from optgen.convert.packages import BNB
 from optgen.runtime import files
 from optgen.runtime.checkpoint import checkpoint, container
 from optgen.runtime.checkpoint.atomic import instead_of
 from optgen.runtime.checkpoint.container import CheckpointError
-from optgen.runtime.options import entries, overrides
-from optgen.runtime.records import dtype_name, dtype_of
+from optgen.runtime.options import overrides
+from optgen.runtime.records import dtype_of
 from optgen.runtime.records.problems import Problems
-from optgen.runtime.states import low_bits, state
+from optgen.runtime.states import low_bits
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -50,14 +49,14 @@ class Source(NamedTuple):
     """A checkpoint that was read.
 
     optimizer   one of its rule and plan, with its options, states and weights
-    weights     the full weights of the parameters, zeros if there is no model
+    weights     the full weights of the parameters
     model       the model's state dict
     keys        the key in it of each parameter
     """
 
     optimizer: Any
     weights: list[Tensor]
-    model: dict[str, Any] | None
+    model: dict[str, Any]
     keys: list[str]
     extra: Any
 
@@ -81,7 +80,7 @@ def convert(
 
     find      returns the optimizer class of a rule
     spec      the rule, if the file does not name it
-    weights   a file with the model's state dict, if the checkpoint has no model
+    weights   a file with the model's state dict, which a checkpoint without the model needs
     param     the dtype of the parameters in the result; None keeps it
     Raises UserError, and writes nothing, if something is missing or does not fit.
     """
@@ -95,8 +94,7 @@ def convert(
         if made is None:
             _write_torch(found, Path(target))
         else:
-            model = None if found.model is None else ModelState(_with(found, _parameters(made)))
-            files.save_checkpoint(target, made, model, found.extra)
+            files.save_checkpoint(target, made, ModelState(_with(found, _parameters(made))), found.extra)
     except OSError as error:
         raise UserError("E413", path=target, why=error.strerror or str(error)) from error
     return {
@@ -146,9 +144,9 @@ def _read(source: str, find: Callable[[str], Any], spec: str | None, weights: st
     about = content["about"] if "optgen_checkpoint" in content else None
     cls = find(_rule_of(about) if spec is None else spec)
     model = _model_in({} if saved is content else content, weights)
-    groups, states = checkpoint.parts(saved, Problems("its optimizer's state dict is none"))
-    keys, values = _known(model, groups, about) if model is not None else ([], _blank(groups, states, about))
-    params = [nn.Parameter(value, value.dtype in overrides.TRAINED) for value in values]
+    groups, _ = checkpoint.parts(saved, Problems("its optimizer's state dict is none"))
+    keys = _known(model, groups, about)
+    params = [nn.Parameter(model[key].detach().clone(), model[key].dtype in overrides.TRAINED) for key in keys]
     if about is not None:
         for p, kept in zip(params, content["waiting"], strict=True):
             if kept is not None:  # a weight that was not stepped yet
@@ -156,8 +154,7 @@ def _read(source: str, find: Callable[[str], Any], spec: str | None, weights: st
     own = all("plan" in group for group in groups)
     opt = cls(_grouped(groups, params), plan=groups[0]["plan"] if own else FP32)
     opt.load_state_dict(saved)
-    full = [p.detach().float() for p in params] if model is None else opt.full_weights()
-    return Source(opt, full, model, keys, content.get("extra"))
+    return Source(opt, opt.full_weights(), model, keys, content.get("extra"))
 
 
 def _only_state_dict_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -173,14 +170,16 @@ def _is_state_dict(value: object) -> bool:
     return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
 
 
-def _model_in(content: Mapping[str, Any], weights: str | None) -> dict[str, Any] | None:
-    """Return the model's state dict from a file of weights, else from a checkpoint; None if there is none."""
+def _model_in(content: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
+    """Return the model's state dict from a file of weights, else from a checkpoint."""
     given = content if weights is None else _load(weights, weights=True)
     for key in MODEL:
         part = given.get(key)
         if isinstance(part, Mapping) and part and not _is_state_dict(part):
             return dict(part)
-    return None if weights is None else dict(given)
+    if weights is None:
+        raise Refused("it has no model's weights", "--weights FILE gives them: the model's state dict")
+    return dict(given)
 
 
 def _rule_of(about: Mapping[str, Any] | None) -> str:
@@ -196,10 +195,8 @@ def _rule_of(about: Mapping[str, Any] | None) -> str:
     return name
 
 
-def _known(
-    model: Mapping[str, Any], groups: Groups, about: Mapping[str, Any] | None
-) -> tuple[list[str], list[Tensor]]:
-    """Return (keys in the model, weights) of the parameters."""
+def _known(model: Mapping[str, Any], groups: Groups, about: Mapping[str, Any] | None) -> list[str]:
+    """Return the keys in the model of the parameters."""
     keys = [name for g in groups for name in g.get("param_names") or [None] * len(g["params"])]
     if about is not None:
         keys = [one["key"] or name for one, name in zip(about["parameters"], keys, strict=True)]
@@ -208,26 +205,7 @@ def _known(
     for key in keys:
         if not isinstance(model.get(key), Tensor):
             raise Refused(f"the weights have no {key!r}", "give the weights of the model that was trained")
-    return keys, [model[key].detach().clone() for key in keys]
-
-
-def _blank(groups: Groups, states: Mapping[Any, Any], about: Mapping[str, Any] | None) -> list[Tensor]:
-    """Return zeros for weights that are not known: as the file says, or of the shapes that torch's states have."""
-    if about is not None:
-        return [torch.zeros(one["shape"], dtype=dtype_of(one["dtype"])) for one in about["parameters"]]
-    return [_blank_of(states.get(number)) for group in groups for number in group["params"]]
-
-
-def _blank_of(kept: Any) -> Tensor:
-    entry = dict(kept) if isinstance(kept, Mapping) else {}
-    if any(str(key).startswith("weight_") for key in entry):
-        why = "it keeps low bits of weights, but neither these nor their dtype"
-        raise Refused(why, "--weights FILE gives them: the model's state dict")
-    entry |= nested if isinstance(nested := entry.get(BNB), Mapping) else {}
-    for key, value in entry.items():
-        if isinstance(value, Tensor) and key != "step" and value.ndim:
-            return torch.zeros(value.shape, dtype=value.dtype if value.dtype in low_bits.NARROW else torch.float32)
-    return torch.zeros(0)
+    return keys
 
 
 def _in_order(model: Mapping[str, Any], groups: int, count: int) -> list[str]:
@@ -272,14 +250,6 @@ def _rebuilt(found: Source, plan: str, dtype: torch.dtype | None) -> Any:
     made.load_state_dict(old.dense_state_dict())
     for group, before in zip(made.param_groups, old.param_groups, strict=True):
         group["seed"] = before["seed"]
-    for e in entries.of(made.param_groups) if found.model is None else ():
-        fields = checkpoint.select(type(made), e.group, e.p, e.name)[2].fields
-        if state.of(made.state, e.p) and any(f.owner == "p" for f in fields):
-            raise Refused(
-                f"plan {plan} keeps more of a weight than a {dtype_name(e.p.dtype)} parameter shows, and the weights "
-                f"are not in it",
-                "--weights FILE gives them: the model's state dict",
-            )
     return made
 
 
@@ -289,9 +259,8 @@ def _parameters(opt: Any) -> list[Tensor]:
 
 def _with(found: Source, values: Iterable[Tensor]) -> dict[str, Any]:
     """Return the model's state dict with other values of the parameters; a tied weight has several keys."""
-    model: dict[str, Any] = found.model or {}
-    new = {_memory(model[key]): value for key, value in zip(found.keys, values, strict=True)}
-    return {key: new.get(_memory(x), x) if isinstance(x, Tensor) else x for key, x in model.items()}
+    new = {_memory(found.model[key]): value for key, value in zip(found.keys, values, strict=True)}
+    return {key: new.get(_memory(x), x) if isinstance(x, Tensor) else x for key, x in found.model.items()}
 
 
 def _memory(t: Tensor) -> object:
@@ -302,9 +271,8 @@ def _memory(t: Tensor) -> object:
 def _write_torch(found: Source, target: Path) -> None:
     """Write torch.optim's form, with the fp32 model under a key that torch's load_state_dict ignores."""
     content = found.optimizer.dense_state_dict()
-    if found.model is not None:
-        full = _with(found, found.weights)
-        narrow = [key for key, x in full.items() if isinstance(x, Tensor) and x.dtype in low_bits.NARROW]
-        content["model"] = full | {key: full[key].float() for key in narrow}
+    full = _with(found, found.weights)
+    narrow = [key for key, x in full.items() if isinstance(x, Tensor) and x.dtype in low_bits.NARROW]
+    content["model"] = full | {key: full[key].float() for key in narrow}
     with instead_of(target) as file:
         torch.save(content, file)
