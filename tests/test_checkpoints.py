@@ -105,6 +105,13 @@ def test_momentum_that_torch_lets_be_missing_begins_anew(name: str) -> None:
     assert not torch.equal(params[0], p)
 
 
+def test_random_bits_of_names_that_a_checkpoint_has_not_are_warned_of() -> None:
+    opt, params = stepped(AdamW, "int8_split24")
+    saved = copy.deepcopy(opt.state_dict())
+    with pytest.warns(UserWarning, match="without names: random bits follow the names of this one"):
+        AdamW(list(zip("wb", params, strict=True)), plan="int8_split24").load_state_dict(saved)
+
+
 # -- every single change of a checkpoint -----------------------------------------------------------------------
 def other_dtype(t: Tensor) -> Tensor:
     return t.to(torch.int32) if t.dtype in (torch.uint8, torch.int16) else t.to(torch.int64)

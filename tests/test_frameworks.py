@@ -150,42 +150,6 @@ def test_lightning_stopped_and_resumed(tmp_path: Path, options: dict[str, Any]) 
     assert states[0][0]["state"][0]["step"] == 8
 
 
-@pytest.mark.parametrize("rule", ["schedule_free_adamw", "ema(adamw)"])
-def test_lightning_evaluates_and_saves_at_the_same_step(
-    tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The module calls eval() before validation, which ends with a checkpoint, and train() before the next batch."""
-    pl = example("lightning_module", "lightning")
-
-    class Model(pl.Model):  # type: ignore[name-defined, misc]
-        def configure_optimizers(self) -> Any:
-            return optgen.make(rule, self, plan="int8_split24", lr=1e-2)
-
-        def val_dataloader(self) -> Any:
-            return [torch.zeros(1)]
-
-        def on_validation_start(self) -> None:
-            self.optimizers().eval()
-
-        def validation_step(self, *_: Any) -> None: ...
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.optimizers().train()
-
-    monkeypatch.setattr(pl, "Model", Model)
-    plain = pl.fit(tmp_path / "plain", 6, limit_val_batches=0)
-    often = {"val_check_interval": 2, "num_sanity_val_steps": 0}
-    save = pl.lightning.pytorch.callbacks.ModelCheckpoint(
-        tmp_path, "step{step}", save_top_k=-1, save_on_train_epoch_end=False, auto_insert_metric_name=False
-    )
-    whole = pl.fit(tmp_path / "whole", 6, callbacks=[save], **often)
-    again = pl.fit(tmp_path / "again", 6, callbacks=[], resume=tmp_path / "step2.ckpt", **often)
-    for model in (whole, again):
-        assert int(model.seen) == 6 and not same_weights(plain, model)
-        model.trainer.optimizers[0].train()
-        assert same_weights(plain, model)
-
-
 # -- torchtitan -------------------------------------------------------------------------------------------
 TITAN = ("torchtitan", "tyro", "typeguard", "docstring_parser", "spmd_types")
 """The imports of its optimizers, of which an installation by hand may lack one."""

@@ -5,13 +5,10 @@ import torch
 
 import optgen
 from optgen.driver import record_text, targets
-from optgen.driver.explain import explain
 from optgen.formats import Plan
-from optgen.formats.format import Format
 from optgen.lang import Spec, flag, hyper, nonneg, optimizer, sqrt, state
 from optgen.lower import untouched
 from optgen.ops import dtypes
-from optgen.verify import lint
 from optgen.verify.differential import Trial
 from specs import plans
 from tests import harness
@@ -95,52 +92,6 @@ def test_steps_of_both_kinds_keep_to_their_bounds(spec: Spec, plan: str) -> None
     for _ in range(7):
         report = found.check_step(storage, torch.randn(44, 96).bfloat16())
         assert report.ok, [report.worst[name] for name in report.broken]
-
-
-def test_explain_counts_no_bytes_of_what_is_left_alone() -> None:
-    spec, plan = harness.spec_of("lookahead_adamw"), harness.plan_of("int8_split24")
-    off, on = (explain(spec, plan, flags={"sync": sync}) for sync in (False, True))
-    assert "slow" not in {*off.sweeps[0].reads, *off.sweeps[0].writes}
-    assert on.sweeps[0].reads["slow"] == on.sweeps[0].writes["slow"] == 4.0
-    assert on.traffic - off.traffic == 8.0
-    madgrad = explain(harness.spec_of("madgrad"), plan)
-    assert "x0" not in madgrad.sweeps[0].writes
-
-
-def test_a_state_is_rounded_alike_at_all_steps_and_judged_by_those_that_change_it() -> None:
-    plan = plans.bf16_sr.but(name="slow_bf16", initial=plans.bf16_sr.signed)
-    spec = harness.spec_of("lookahead_adamw")
-    rows = {}
-    for sync in (False, True):
-        found = explain(spec, plan, flags={"sync": sync})
-        rows[sync] = next(row for row in found.memory if row.name == "slow")
-    assert rows[False] == rows[True]
-    assert "stochastic" in rows[False].stored
-    assert lint.recurrences(spec, {"sync": False})["slow"] == lint.recurrences(spec, {"sync": True})["slow"]
-
-
-@optimizer(cite="none", name="Constant")
-def constant(p, g, m=state(normalized_by="v"), v=state(nonneg), *, lr=hyper(1e-2, ge=0), beta=hyper(0.9, ge=0, lt=1)):
-    """A first moment that never changes."""
-    v = beta * v + (1 - beta) * g * g
-    p = p - lr * (g + m / (sqrt(v) + 1e-8))
-    return p, m, v
-
-
-def test_a_constant_in_random_codes_is_refused_only_where_it_is_stored_again() -> None:
-    codes = harness.plan_of("int8_split24").signed.rounded("stochastic")
-    of_squares = harness.plan_of("int8_split24").nonneg
-
-    def judged(spec: Spec, state: str, fmt: Format) -> list[str]:
-        plan = Plan(
-            "Codes.", name="coded", small_numel=0, nonneg=of_squares, overrides={state: fmt}, discouraged="a test"
-        )
-        found = plan.storage(spec.present({"now": False}), dtypes.bf16, False, targets.recurrences_of(spec, ()))
-        return [f.code for f in lint.check(spec, plan, found) if f.severity == "error"]
-
-    assert judged(resting, "start", codes.absolute()) == []
-    assert judged(constant, "m", codes.absolute()) == []
-    assert judged(constant, "m", codes) == ["L9"]
 
 
 @optimizer(cite="none", name="FreshBase")
