@@ -30,8 +30,8 @@ Groups = Sequence[Mapping[str, Any]]
 TORCH = "torch"
 """The target that is not a plan: torch.optim's own form."""
 
-FP32 = {"float32": "fp32", "bfloat16": "fp32_master", "float16": "fp32_master"}
-"""The plan that keeps all bits, by dtype of the parameters."""
+FP32 = "fp32_master"
+"""The plan that keeps all bits of states and weights, whatever their dtype."""
 
 MODEL = ("model", "state_dict", "model_state_dict")
 """The keys under which training scripts save a model's state dict beside the optimizer's."""
