@@ -13,13 +13,12 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
 from optgen.base import ready
-from optgen.driver import cache
+from optgen.runtime.cpu import cache
 
 __path__: list[str] = []  # it is a package, all of whose modules Finder finds
 
@@ -51,7 +50,8 @@ class Finder:
 
 def folder(*parts: str) -> Path:
     """Return the folder of a rule ("adamw"), of a plan ("plans", "fp32") or of findings ("adamw", "bnb8")."""
-    return cache.kept(f"ready_{ready.key()}/{'/'.join(parts)}", partial(_generate, parts))
+    name = f"ready_{ready.key()}/{'/'.join(parts)}"
+    return cache.kept(name, lambda into: cache.write(_generate(parts), into))
 
 
 def _generate(parts: tuple[str, ...]) -> dict[str, str]:

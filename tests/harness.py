@@ -38,7 +38,7 @@ from optgen.formats.masters import Native
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes
-from optgen.runtime.cpu import join, native
+from optgen.runtime.cpu import cache, join, native
 from optgen.runtime.layout import plans
 from optgen.runtime.records import Field, Rule, Variant
 from optgen.runtime.records import join as joins
@@ -372,7 +372,7 @@ def _headers(by: native.Compiler, flags: tuple[str, ...], sets: Sequence[native.
         return path
     compiled_ = path.with_name(path.name + ".gch")
     compiled_.mkdir(parents=True, exist_ok=True)
-    with native.alone(path), tempfile.TemporaryDirectory(dir=HEADERS) as folder:
+    with cache.alone(path), tempfile.TemporaryDirectory(dir=HEADERS) as folder:
         if path.exists():  # of another worker
             return path
         source, made = Path(folder) / path.name, Path(folder) / "made"

@@ -498,7 +498,7 @@ def test_a_rule_in_a_notebook_does_not_get_the_notebooks_docstring(project: Path
 
 
 def test_a_cache_that_others_may_write_is_not_used(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from optgen.driver import cache
+    from optgen.runtime.cpu import cache
 
     shared = project / "cache"
     shared.mkdir()

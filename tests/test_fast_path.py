@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import optgen.optim
-from optgen.driver import cache
-from optgen.runtime.cpu import cpu, native
+from optgen.runtime.cpu import cache, cpu, native
 from optgen.runtime.step import plan
 from tests import training
 from tests.test_native import SHAPES, everything, first, gradient_half, trained

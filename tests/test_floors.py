@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         ("accumulate", "driver formats lang", ""),
         ("__main__", "base driver", ""),
         ("optim", "base runtime driver _ready", ""),
-        ("_ready", "base driver", ""),
+        ("_ready", "base runtime driver", ""),
     )
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from optgen.runtime.cpu import native
+from optgen.runtime.cpu import cache
 from tools import roofline
 
 pytest.importorskip("triton")
@@ -74,7 +74,7 @@ def counted(compiling: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 
     def made(targets: tuple[str, ...]) -> dict[tuple[str, str], dict[str, Any]]:
         path = folder / f"kernel_stats {' '.join(targets)}"
-        with native.alone(path):
+        with cache.alone(path):
             if not path.exists():
                 asked = [word for target in targets for word in ("--target", target)]
                 command = [sys.executable, str(ROOT / "tools" / "kernel_stats.py"), "--chosen", "--watched", "--json"]

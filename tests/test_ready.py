@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 
 from optgen import _ready, optim
 from optgen.base import ready
-from optgen.driver import cache, load
+from optgen.driver import load
+from optgen.runtime.cpu import cache
 from tests.harness import ROOT, python
 from tools.bench.first_use import first_use
 
@@ -93,17 +95,18 @@ def test_of_processes_that_start_at_once_one_generates(empty: Path) -> None:
 
 
 def test_a_folder_that_is_only_read_is_read(empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = cache.kept("one", lambda: {"a/x.py": "1\n"})
+    whole = cache.kept("one", partial(cache.write, {"a/x.py": "1\n"}))
     assert whole == empty / "one" and (whole / "a/x.py").read_text() == "1\n"
     monkeypatch.setattr(cache.os, "access", lambda *_: False)
-    assert cache.kept("one", dict) == whole
-    other = cache.kept("two", lambda: {"x.py": "2\n"})
-    assert not other.is_relative_to(empty) and other == cache.kept("two", dict)
+    assert cache.kept("one", Path.rmdir) == whole
+    with pytest.warns(UserWarning, match="anew in every process: .* takes no files"):
+        other = cache.kept("two", partial(cache.write, {"x.py": "2\n"}))
+    assert not other.is_relative_to(empty) and other == cache.kept("two", Path.rmdir)
     assert (other / "x.py").read_text() == "2\n"
 
 
 def test_a_folder_is_there_whole_or_not_at_all(empty: Path) -> None:
-    def fails() -> dict[str, str]:
+    def fails(into: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -17,11 +17,12 @@ from typing import Any, Literal
 
 from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean
-from optgen.driver import cache, emit, judge, load
+from optgen.driver import emit, judge, load
 from optgen.driver.plan_formats import PLANS
 from optgen.driver.project import MATHS, Maths
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
+from optgen.runtime.cpu import cache
 from optgen.runtime.layout import plans as runtime_plans
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.warn import tell
@@ -103,7 +104,8 @@ def ready_files(first: str, second: str = "") -> dict[str, str]:
 def import_package(name: str, files: dict[str, str]) -> ModuleType:
     """Import the package of these files (path below it -> text), which is kept under a hash of them."""
     key = "".join(f"{path}\0{len(text)}\0{text}" for path, text in sorted(files.items()))
-    folder = cache.kept(f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}", lambda: files)
+    kept = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    folder = cache.kept(kept, lambda into: cache.write(files, into))
     if PACKAGE not in sys.modules:
         parent = ModuleType(PACKAGE, "Optimizers compiled in memory.")
         parent.__path__ = []

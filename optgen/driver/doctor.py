@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 from dataclasses import dataclass
 
@@ -61,10 +60,10 @@ def _cpu() -> Line:
 
 
 def _cache() -> Line:
-    from optgen.runtime.cpu import native
+    from optgen.runtime.cpu import cache
 
-    folder, usable = native.cache_folder(), native.usable_folder()
-    if usable is not None and os.access(usable, os.W_OK):
+    folder = cache.place()
+    if cache.folder() == folder:
         return Line("cache", str(folder))
     why = "it is read-only, or others can write to it: all is made again in every process"
     return Line("cache", str(folder), f"{why}; OPTGEN_CACHE names another folder")

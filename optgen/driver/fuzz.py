@@ -24,13 +24,14 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from torch import Tensor
 
 from optgen.base.errors import UserError
-from optgen.driver import cache, targets
+from optgen.driver import targets
 from optgen.driver.compile import compile as compile_class
 from optgen.driver.project import Maths
 from optgen.formats.plan import Plan
 from optgen.lang.declare import HyperDecl
 from optgen.lang.spec import Spec
 from optgen.lower import needs_matrix
+from optgen.runtime.cpu import cache
 from optgen.runtime.layout import layout
 from optgen.runtime.records import fed_name
 from optgen.verify.differential import Report, Trial
