@@ -17,7 +17,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +28,6 @@ from optgen.runtime.layout import layout, messages, plans, sharded_states, shard
 from optgen.runtime.options import blocks, options, overrides
 from optgen.runtime.options.entries import labels as labels_of
 from optgen.runtime.records import Variant, as_float, fed_name
-from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.problems import SHOWN, Problems
 from optgen.runtime.records.warn import warn
@@ -373,16 +371,6 @@ def select(
     return chosen.name, chosen.pair, blocks.seen(cls, found, p, count, group, name)
 
 
-def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tensor]) -> Arena:
-    """Return a buffer for the states of the parameters on the CPU that have a plan; the others will be refused."""
-    sizes: list[int] = []
-    for label, p in params.items():
-        with suppress(TypeError, ValueError):
-            here = state.home(p).type == "cpu" and not sharding.is_sharded(p)
-            sizes += state.sizes(select(cls, group, p, label)[2], p, {}) if here else ()
-    return Arena(sizes)
-
-
 @dataclass(frozen=True)
 class _Reading:
     """The states of a group's parameters, read into `loaded`."""
@@ -409,8 +397,6 @@ class _Reading:
         numbers   the parameters' numbers in the checkpoint
         """
         group = self.group
-        rows = [(label, p, saved.get(n)) for p, label, n in zip(group["params"], labels, numbers, strict=True)]
-        arena = _arena(self.cls, group, {label: p for label, p, entry in rows if isinstance(entry, Mapping)})
         names = numbers if group.get("param_names") is None else group["param_names"]
         absent = Absent()
         for p, label, number, name in zip(group["params"], labels, numbers, names, strict=True):
@@ -421,7 +407,7 @@ class _Reading:
                 entry = None
             source = None if entry is None else self.opened(p, label, entry, where)
             if source is not None:
-                self.loaded.states[p] = source.read(arena)
+                self.loaded.states[p] = source.read()
             elif p.requires_grad:
                 absent.append((p, str(name)))
         return absent
@@ -532,7 +518,7 @@ class _Source:
     def misfit(self, line: str) -> None:
         self.reading.misfits.add(f"{self.where}: {line}")
 
-    def read(self, arena: Arena) -> state.State:
+    def read(self) -> state.State:
         """Return the state, which is of no use if misfits were found."""
         variant, misfits = self.variant, self.reading.misfits.lines
         before, dense = len(misfits), not self.reading.own and self._is_dense()
@@ -540,7 +526,7 @@ class _Source:
         for key in sorted(map(str, self.entry.keys() - expected)):
             self.misfit(f"{key}: not expected (it has {', '.join(sorted(expected))})")
         made, whole = dict[str, Any](step=1), self._whole() if dense else {}
-        for key, want, read in self._expected(dense, arena):
+        for key, want, read in self._expected(dense):
             value = self.entry.get(key)
             made[key] = read(value)
             if made[key] is None:
@@ -548,7 +534,7 @@ class _Source:
         if dense:
             self._numbers({**self.entry, **whole}, variant.states, variant.nonneg)
         if len(misfits) == before:
-            shown = self._encode(made, arena, whole) if dense else self._checked(made)
+            shown = self._encode(made, whole) if dense else self._checked(made)
             if self.trained is not None and not dense:
                 shown = self.trained
             if shown is not None:
@@ -588,7 +574,7 @@ class _Source:
             weight = weight.to(p.device, p.dtype)
             made[state.TRAINED] = weight if parts is None else sharding.wrapped(weight, parts.layout)
 
-    def _expected(self, dense: bool, arena: Arena) -> Iterator[tuple[str, str, Callable[[Any], Any]]]:
+    def _expected(self, dense: bool) -> Iterator[tuple[str, str, Callable[[Any], Any]]]:
         """Yield (key, what its value has to be, function that returns the value to be taken over, None if it is not).
 
         torch's SGD counts no steps. If its buffer is there, a step was made, which is all that a rule without a count
@@ -600,15 +586,15 @@ class _Source:
             yield name, "a finite number", _finite
         for f in () if dense else self.variant.fields:
             want = state.describe(f.torch_dtype, state.shape(f, self.p, self.parts))
-            yield f.name, want, partial(self._field, f, arena)
+            yield f.name, want, partial(self._field, f)
 
-    def _field(self, f: Any, arena: Arena, value: Any) -> Tensor | None:
+    def _field(self, f: Any, value: Any) -> Tensor | None:
         """Return a copy of a field, contiguous and on p's device; floats are cast to the field's dtype."""
         if not isinstance(value, Tensor) or tuple(value.shape) != state.shape(f, self.p, self.parts):
             return None
         floats = f.torch_dtype.is_floating_point and value.is_floating_point()
         fits = floats or value.dtype == f.torch_dtype
-        return state.zeros(f, self.p, arena, self.parts).copy_(value.detach()) if fits else None
+        return state.zeros(f, self.p, self.parts).copy_(value.detach()) if fits else None
 
     def _checked(self, made: Mapping[str, Any]) -> Tensor | None:
         """Check the numbers of copied fields; returns new values of p if it is rounded anew."""
@@ -649,14 +635,14 @@ class _Source:
             if name in nonneg:
                 self._count(name, values[name] < 0, "numbers >= 0", "negative")
 
-    def _encode(self, made: dict[str, Any], arena: Arena, whole: Mapping[str, Tensor]) -> Tensor | None:
+    def _encode(self, made: dict[str, Any], whole: Mapping[str, Tensor]) -> Tensor | None:
         """Encode dense states into `made`; returns the new values of p if its full weight is known.
 
         whole   the states of the whole tensor, where this rank encodes its part of them
         """
         plan, variant, p, parts = self.plan, self.variant, self.p, self.parts
         values = {key: self.entry[key].to(p.device) for key in variant.states}
-        room = {f.name: state.zeros(f, p, arena, parts) for f in variant.fields}
+        room = {f.name: state.zeros(f, p, parts) for f in variant.fields}
         exact = next((x for x in (self.trained, self.exact) if x is not None), low_bits.exact(p))
         if whole and parts is not None:
             like = torch.zeros(parts.layout.shape, dtype=p.dtype, device=p.device)  # states do not depend on it

@@ -225,7 +225,7 @@ def put(one: Any, entry: Entry, value: Tensor) -> None:
             low_bits.keep(weight, full)
             if parts is not None:
                 rounded: list[tuple[Tensor, Tensor]] = []
-                new = state.create(plan, variant, weight, {}, None, entry.group, rounded, 0, parts)
+                new = state.create(plan, variant, weight, {}, entry.group, rounded, 0, parts)
                 one.state[p] = {**one.state.get(p, {}), **parts.wrapped(new)}
                 settle(rounded, [weight])
     if parts is not None and parts.gathered:

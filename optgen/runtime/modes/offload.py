@@ -23,10 +23,12 @@ from optgen.runtime.layout import sharding
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant
-from optgen.runtime.records.arena import LINE
 from optgen.runtime.states import low_bits, state
 from optgen.runtime.step import admit
 from optgen.runtime.step.stepper import Stepper
+
+LINE = 64
+"""Bytes of a cache line."""
 
 CHUNK = 64 * 1024 * 1024
 """Bytes of weights and gradients that are on their way together; a larger parameter is a chunk of its own."""

@@ -27,7 +27,6 @@ from optgen.runtime.modes.accumulated import GradientAccumulator, refuse_sums
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, as_int
-from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import state
 from optgen.runtime.step.stepper import Stepper
@@ -92,7 +91,6 @@ class ReleasedParameter:
         """Update p from p.grad, as a parameter of `owner`."""
         self.refresh(owner)
         self.offload.step(owner._replace(groups=[self.entry.group]), self.stepper)
-        self.stepper.arena = None
         if self.roomy:
             self.stepper.forget_tables()
             self.offload.forget_tables()
@@ -107,14 +105,6 @@ class ReleasedParameter:
             self.sums.add(self.p.grad)
             self.sums.clear()
         self.summed = 0
-
-
-def _give_room(owner: Owner, released: Iterable[ReleasedParameter]) -> None:
-    """Give all on the CPU one buffer for their first states: huge pages of many small ones go to waste."""
-    lacking = [one for one in released if state.home(one.p).type == "cpu" and not owner.states.get(one.p)]
-    arena = Arena([size for one in lacking for size in state.sizes(one.variant, one.p, {})])
-    for one in lacking:
-        one.stepper.arena = arena
 
 
 class Hook:
@@ -262,7 +252,6 @@ class Release:
         places = [(e, self._released.get(key)) for key, e in wanted.items()]
         moved = [(e, old) for e, old in places if old is None or old.entry[2:] != e[2:]]
         made = [(ReleasedParameter(self, owner, e, old), old) for e, old in moved]  # an error leaves all as it was
-        _give_room(owner, [one for one, _ in made])
         for key in self._released.keys() - wanted.keys():
             self._detach(key)
         for one, old in made:

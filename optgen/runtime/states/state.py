@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from optgen.runtime.layout import layout, sharding
 from optgen.runtime.layout.sharded_states import ShardedStates
-from optgen.runtime.records import Field, Variant, as_float, dtype_name, fed_name
-from optgen.runtime.records.arena import Arena, nbytes
+from optgen.runtime.records import Field, Variant, as_float, dtype_name, fed_name, huge_pages
 from optgen.runtime.records.join import Pair
 from optgen.runtime.states import low_bits
 
@@ -167,7 +166,6 @@ def create(
     variant: Variant,
     p: Tensor,
     present: Mapping[str, Any],
-    arena: Arena | None = None,
     hypers: Mapping[str, Any] | None = None,
     rounded: list[tuple[Tensor, Tensor]] | None = None,
     step: Any = 0,
@@ -175,8 +173,7 @@ def create(
 ) -> State:
     """Return a state before the first step; entries of `present` stay as they are.
 
-    Fields of the weight, and of states with a first value of their own, are encoded; the rest is zero. Fields on the
-    CPU are put into the arena.
+    Fields of the weight, and of states with a first value of their own, are encoded; the rest is zero.
 
     rounded   gets (p, its new value) if the weight has low bits; the caller writes it
     step      the steps done, if only states that a flag needs from now on are missing
@@ -186,7 +183,7 @@ def create(
     for name, value in variant.host_states:
         state.setdefault(name, value)
     missing = [f for f in variant.fields if f.name not in state]
-    made = {f.name: zeros(f, p, arena, parts) for f in missing}
+    made = {f.name: zeros(f, p, parts) for f in missing}
     values = first_values(variant, p, hypers or {})
     _start_matrices(variant, p, missing, made, values, parts)
     encoded = [f.name for f in missing if _is_encoded(variant, f, values)]
@@ -228,14 +225,6 @@ def _start_matrices(
             made[f.name].diagonal(here[-2][0] if here else 0, dim1=-2, dim2=-1).fill_(1)
 
 
-def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any], parts: ShardedStates | None = None) -> list[int]:
-    """Return the bytes of each field that `create` will make, in its order; [] for fake tensors."""
-    if is_fake(p):
-        return []
-    fields = [f for f in variant.fields if f.name not in present]
-    return [nbytes(shape(f, p, parts), f.torch_dtype) for f in fields]
-
-
 def shape(field: Field, p: Tensor, parts: ShardedStates | None) -> tuple[int, ...]:
     """Return the shape of a field's tensor on this rank."""
     return layout.field_shape(field, p.shape) if parts is None else parts.shape(field, p)
@@ -255,11 +244,11 @@ def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict
     return values
 
 
-def zeros(field: Field, p: Tensor, arena: Arena | None = None, parts: ShardedStates | None = None) -> Tensor:
+def zeros(field: Field, p: Tensor, parts: ShardedStates | None = None) -> Tensor:
     """Return the field's tensor in which every entry decodes to 0."""
     size = shape(field, p, parts)
-    if arena is not None and home(p).type == "cpu" and not is_fake(p):
-        made = arena.zeros(size, field.torch_dtype)
+    if home(p).type == "cpu" and not is_fake(p):
+        made = huge_pages.zeros(size, field.torch_dtype)
         return made.fill_(field.zero) if field.zero else made
     return torch.full(size, field.zero, dtype=field.torch_dtype, device=home(p))
 

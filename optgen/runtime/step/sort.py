@@ -14,7 +14,6 @@ from optgen.runtime.layout.plans import Label
 from optgen.runtime.options import blocks, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant, as_float, keys
-from optgen.runtime.records.arena import Arena
 from optgen.runtime.records.join import Pair
 from optgen.runtime.states import state
 from optgen.runtime.step import admit, backends, model_sums
@@ -300,27 +299,13 @@ def _refuse_thawed(cls: Any, fresh: Fresh) -> None:
         admit.refuse_flattened(cls, b.params[i], b.names[i])
 
 
-def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh, arena: Arena | None) -> None:
+def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh) -> None:
     """Gather what buckets need of other ranks, make the missing states, and write the weights that belong to them.
-    Parameters that are matrices of unequal numbers of rows are divided then.
-
-    arena   the buffer for new states on the CPU; None: one for each group
-    """
+    Parameters that are matrices of unequal numbers of rows are divided then."""
     gathered.collect(found)
-    arenas = _arenas(fresh) if arena is None else {b.group: arena for b, _ in fresh}
     rounded: list[tuple[Tensor, Tensor]] = []
     new = [
-        state.create(
-            b.plan,
-            b.variant,
-            b.kept(i),
-            b.states[i],
-            arenas.get(b.group),
-            owner.groups[b.group],
-            rounded,
-            b.step,
-            b.parts(i),
-        )
+        state.create(b.plan, b.variant, b.kept(i), b.states[i], owner.groups[b.group], rounded, b.step, b.parts(i))
         for b, i in fresh
     ]
     model_sums.begin(owner.states, new, fresh, owner.groups)
@@ -337,12 +322,3 @@ def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh, arena: Arena |
     gathered.collect_states(found)
     for bucket in found:
         bucket.divide()
-
-
-def _arenas(fresh: Fresh) -> dict[int, Arena]:
-    """Return buffers for the states that are made now, by group."""
-    sizes: dict[int, list[int]] = {}
-    for b, i in fresh:
-        if b.device.type == "cpu":
-            sizes.setdefault(b.group, []).extend(state.sizes(b.variant, b.kept(i), b.states[i], b.parts(i)))
-    return {group: Arena(found) for group, found in sizes.items()}

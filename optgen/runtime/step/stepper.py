@@ -13,7 +13,6 @@ from optgen.runtime.layout.plans import Label
 from optgen.runtime.options import entries
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import keys
-from optgen.runtime.records.arena import Arena
 from optgen.runtime.states import state
 from optgen.runtime.step import agreement, launch, model_sums, sort
 from optgen.runtime.step.admit import Dtypes
@@ -26,12 +25,10 @@ class Stepper:
     """The caches of some parameters' steps: plans, tables, known dtypes.  None is copied or pickled.
 
     dtypes  id(parameter) -> the parameter, and its dtype when it was admitted
-    arena   the buffer for new states on the CPU; None: one for each group and step
     """
 
     def __init__(self) -> None:
         self.dtypes: Dtypes = {}
-        self.arena: Arena | None = None
         self.plans = Plans()
         self.forget_tables()
 
@@ -87,7 +84,7 @@ class Stepper:
         groups = [Options(owner.cls, group) for group in owner.groups]
         counted = [None if b.counted else groups[b.group].count(b, None) for b in buckets]
         with owner.uninterrupted as begun:
-            sort.complete(owner, buckets, fresh, self.arena)
+            sort.complete(owner, buckets, fresh)
             self.launcher.begin()
             pairs = [] if begins else list(zip(buckets, counted, strict=True))
             ready = [self._prepare(owner, bucket, groups[bucket.group], known) for bucket, known in pairs]
