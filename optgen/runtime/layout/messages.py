@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,28 +59,17 @@ class Move:
 
 @dataclass(slots=True)
 class Exchange:
-    """The requests of a step to other ranks: sums, and pieces of tensors.
-
-    ahead   True if the pieces are needed at the next request of the same step only, and may be under way until then
-    """
+    """The requests of a step to other ranks: sums, and pieces of tensors."""
 
     sums: list[Sum] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
-    ahead: bool = False
 
 
-def serve(exchanges: Iterable[Exchange]) -> Callable[[], None]:
-    """Send one message per group of ranks for all sums, one for all maxima, one for all pieces between two ranks.
-
-    Returns what is to be called before the next messages: where all exchanges are ahead, it waits for the pieces.
-    """
+def serve(exchanges: Iterable[Exchange]) -> None:
+    """Send one message per group of ranks for all sums, one for all maxima, one for all pieces between two ranks."""
     found = list(exchanges)
     reduce([s for e in found for s in e.sums])
-    arrive = move([m for e in found for m in e.moves])
-    if all(e.ahead for e in found):
-        return arrive
-    arrive()
-    return lambda: None
+    move([m for e in found for m in e.moves])
 
 
 def reduce(items: Sequence[Sum]) -> None:
@@ -167,11 +156,10 @@ def full(x: Any) -> Any:
     return gather([(layout_of(x), local(x).detach())])[0] if is_sharded(x) else x
 
 
-def move(items: Sequence[Move]) -> Callable[[], None]:
-    """Start to bring pieces of tensors to the ranks that receive them; return what waits for them, and takes them."""
+def move(items: Sequence[Move]) -> None:
+    """Bring pieces of tensors to the ranks that receive them."""
     import torch.distributed as dist
 
-    under_way: list[tuple[Any, list[Tensor], list[Tensor], Tensor]] = []
     for mesh in dict.fromkeys(item.mesh for item in items):
         group, order = _all_ranks(mesh, dist.group.WORLD)
         some = [item for item in items if item.mesh == mesh]
@@ -179,16 +167,9 @@ def move(items: Sequence[Move]) -> Callable[[], None]:
         written, arrived, into, expected = _buffer(mesh, order, [piece for item in some for piece in item.receives])
         if read:
             torch._foreach_copy_(packed, read)
-        request = dist.all_to_all_single(into, out, expected, sizes, group=group, async_op=True)
-        under_way.append((request, written, arrived, out))
-
-    def arrive() -> None:
-        for request, written, arrived, _ in under_way:
-            request.wait()
-            if written:
-                torch._foreach_copy_(written, arrived)
-
-    return arrive
+        dist.all_to_all_single(into, out, expected, sizes, group=group)
+        if written:
+            torch._foreach_copy_(written, arrived)
 
 
 def _buffer(

@@ -31,7 +31,8 @@ Span = tuple[int, int]
 """Indices [start, stop) of one dimension."""
 
 Cuts = tuple[tuple[int, int] | None, ...]
-"""Per mesh dimension: (dimension that it cuts, pieces into which that falls first); None: all ranks have all."""
+"""Per mesh dimension: (dimension that it cuts, parts into which later mesh dimensions have cut that before; 1: it comes
+in its turn); None: all ranks have all."""
 
 
 def kind() -> type[DTensor] | None:
@@ -79,48 +80,25 @@ def chunk(size: int, ranks: int, rank: int) -> Span:
     return start, min(start + width, size)
 
 
-def _within(spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
-    """Yield the spans covered by positions [start, stop) of the concatenated spans."""
-    begin = 0
-    for a, b in spans:
-        low, high = max(start - begin, 0), min(stop - begin, b - a)
-        if low < high:
-            yield a + low, a + high
-        begin += b - a
-
-
-def _cut(spans: Sequence[Span], ranks: int, rank: int, pieces: int) -> list[Span]:
-    """Return the part of the spans that a rank gets: of each of `pieces` equal parts of them."""
-    size = sum(b - a for a, b in spans)
-    found: list[Span] = []
-    for k in range(pieces):
-        start, stop = chunk(size, pieces, k)
-        low, high = chunk(stop - start, ranks, rank)
-        for a, b in _within(spans, start + low, start + high):
-            if found and found[-1][1] == a:
-                found[-1] = found[-1][0], b
-            else:
-                found.append((a, b))
-    return found
-
-
 @functools.lru_cache(maxsize=65536)
 def region(shape: torch.Size, mesh: tuple[int, ...], coordinate: tuple[int, ...], cuts: Cuts) -> tuple[Span, ...]:
     """Return the index range of each dimension held by the rank at `coordinate`.
 
-    Raises ValueError if a range is not contiguous.
+    Raises ValueError where a cut that others come before is uneven: ranges would not be contiguous.
     """
-    spans = [[(0, size)] for size in shape]
-    for ranks, rank, cut in zip(mesh, coordinate, cuts, strict=True):
-        if cut is not None:
-            dim, pieces = cut
-            spans[dim] = _cut(spans[dim], ranks, rank, pieces)
-    if any(len(found) > 1 for found in spans):
-        raise ValueError(
-            f"a tensor of shape {list(shape)} is cut unevenly by several mesh dimensions, so that ranks hold stretches "
-            f"of it that are apart: make the dimension a multiple of the ranks that share it"
-        )
-    return tuple(found[0] if found else (size, size) for found, size in zip(spans, shape, strict=True))
+    found, parts = [(0, size) for size in shape], [1 for _ in shape]
+    for (dim, before), ranks, rank in sorted(
+        ((cut, n, k) for cut, n, k in zip(cuts, mesh, coordinate, strict=True) if cut), key=lambda x: x[0][1]
+    ):
+        if before > 1 and (before != parts[dim] or shape[dim] % (before * ranks)):
+            raise ValueError(
+                f"a tensor of shape {list(shape)} is cut unevenly by several mesh dimensions, so that ranks hold "
+                f"stretches of it that are apart: make the dimension a multiple of the ranks that share it"
+            )
+        start, stop = found[dim]
+        low, high = chunk(stop - start, ranks, rank)
+        found[dim], parts[dim] = (start + low, start + high), parts[dim] * ranks
+    return tuple(found)
 
 
 def coordinates(mesh: tuple[int, ...], cuts: Cuts) -> Iterator[tuple[int, ...]]:

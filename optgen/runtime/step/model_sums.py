@@ -8,7 +8,7 @@ of them are the same number.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,13 +57,11 @@ def _run(runners: Iterable[Runner], failures: list[Exception]) -> None:
     What runners need of other ranks comes first, in one message for all of them: a sum over the model is one that all
     wait for.
     """
-    arrive: Callable[[], None] = lambda: None  # noqa: E731
     waiting = _on([(r, None) for r in runners], failures)
     while waiting:
         exchanges = {id(r): request for r, request in waiting if isinstance(request, messages.Exchange)}
         if exchanges:
-            arrive()
-            arrive = messages.serve(exchanges.values())
+            messages.serve(exchanges.values())
             served = _on([(r, None) for r, _ in waiting if id(r) in exchanges], failures)
             following = {id(r): (r, request) for r, request in served}
             waiting = [following.get(id(r), (r, x)) for r, x in waiting if id(r) in following or id(r) not in exchanges]

@@ -175,10 +175,7 @@ class Parted(NamedTuple):
 def run(
     parted: Sequence[Parted], work: Work, room: int, kept: Kept | None = None
 ) -> Generator[Exchange, Tensor | None, Exception | None]:
-    """Work on each matrix on its worker, in rounds.
-
-    The operands of a round are under way while the one before is worked on, and so are the results of the one before
-    that, in the same messages.
+    """Work on each matrix on its worker, in rounds: operands come to workers, and results go back.
 
     room   bytes of operands that a rank puts together for a round
     kept   values of earlier functions of the step
@@ -189,16 +186,10 @@ def run(
     kept = {} if kept is None else kept
     for mesh in dict.fromkeys(x.layout.mesh for x in parted):
         some = _Work(mesh, [x for x in parted if x.layout.mesh == mesh], work, room, kept)
-        following, moves = some.operands(0)
-        yield Exchange(moves=moves)
-        returned: list[Move] = []
         for n in range(len(some.rounds)):
-            operands = following
-            following, moves = some.operands(n + 1)
-            if len(some.rounds) > 1:
-                yield Exchange(moves=[*returned, *moves], ahead=True)
-            returned = [some.results(n, operands)]
-        yield Exchange(moves=returned)
+            operands, move = some.operands(n)
+            yield Exchange(moves=[move])
+            yield Exchange(moves=[some.results(n, operands)])
         failure = failure or some.failure
     return failure
 
@@ -214,16 +205,13 @@ class _Work:
         self.rounds = _rounds(tuple(x.kind for x in parted), room)
         self.failure: Exception | None = None
 
-    def operands(self, n: int) -> tuple[list[list[Tensor]], list[Move]]:
-        """Return new tensors for the operands of this rank's matrices in a round, and how their pieces come there;
-        nothing after the last round."""
-        if n == len(self.rounds):
-            return [], []
+    def operands(self, n: int) -> tuple[list[list[Tensor]], Move]:
+        """Return new tensors for the operands of this rank's matrices in a round, and how their pieces come there."""
         held, tasks = self.rounds[n]
         operands = [self._operands(task) for task in tasks]
         pieces = [(y, xs) for task, xs in zip(tasks, operands, strict=True) for y in task.pieces if self._is_sent(y)]
         sends = [(y.rank, self._part(y)) for y in held if self._is_sent(y)]
-        return operands, [Move(self.mesh, sends, [(y.rank, xs[y.value][y.at]) for y, xs in pieces])]
+        return operands, Move(self.mesh, sends, [(y.rank, xs[y.value][y.at]) for y, xs in pieces])
 
     def _part(self, piece: MatrixPiece) -> Tensor:
         return self.parted[piece.tensor].values[piece.value][piece.at]
