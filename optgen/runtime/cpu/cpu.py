@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 from array import array
 from collections.abc import Callable, Sequence
@@ -103,16 +104,16 @@ class TensorTable:
         return len(self.rows) // self.width
 
 
-def table(lines: Sequence[Sequence[int]], fields: int) -> TensorTable:
-    """Return the table of the rows of `workspace.rows`, for tensors of that many fields."""
-    rows = array("q")
-    elements = 0
-    for line in lines:
-        numel = line[-6]
-        if numel:
-            rows.extend(line)
-            elements += numel
-    return TensorTable(rows, fields + 8, elements)
+def table(
+    lines: Sequence[Sequence[int]], numel: int = -6, whole: int = -6, room: workspace.Workspace | None = None
+) -> TensorTable:
+    """Return the table of the rows of `workspace.rows`.
+
+    numel, whole  positions in a row of the elements of the tensor, and of the logical tensor
+    """
+    kept = [line for line in lines if line[whole]]
+    rows = array("q", itertools.chain.from_iterable(kept))
+    return TensorTable(rows, len(lines[0]), sum(line[numel] for line in kept), room)
 
 
 _forked = False

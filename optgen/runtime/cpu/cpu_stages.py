@@ -8,12 +8,12 @@ columns, stream key; where it lies in the logical tensor (layout.Place).
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from optgen.runtime.cpu import cpu
 from optgen.runtime.cpu.cpu import TensorTable
 from optgen.runtime.layout import layout, workspace
 from optgen.runtime.layout.workspace import Workspace, matrices
@@ -53,15 +53,7 @@ def table(
     old       a table for the same shapes: its room is used again, because nothing in it outlives a step
     """
     room = old.room if old is not None and isinstance(old.room, Workspace) else make(variant, shapes, pool)
-    out, elements = array("q"), 0
-    columns = [*columns, *room.columns]
-    places = places or [layout.place(shape) for shape in shapes]
-    for *addresses, shape, stream, place in zip(*columns, shapes, streams, places, strict=True):
-        if place.numel:
-            numel = math.prod(shape)
-            out.extend((*addresses, *matrices(shape), numel, layout.grid(shape)[1], stream, *place))
-            elements += numel
-    return TensorTable(out, len(columns) + 12, elements, room)
+    return cpu.table(workspace.rows(columns, room, shapes, streams, places, True), -9, -1, room)
 
 
 def make(variant: Variant, shapes: Sequence[torch.Size], pool: workspace.Pool | None) -> Workspace:

@@ -8,7 +8,6 @@ sharding along dim 0 and grouping do not change it.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from optgen.runtime.records.join import Pair
 from optgen.runtime.reference.matrix_codecs import CODECS
 
 CHUNK = 2**24
-"""Elements that encode and decode work on at a time: bounds their fp32 temporaries to 64 MiB each."""
+"""Elements that encode and decode work on at a time, or one row: bounds their fp32 temporaries to 64 MiB each."""
 
 
 @functools.lru_cache(maxsize=65536)
@@ -123,52 +122,21 @@ def small_shape(space: str, shape: torch.Size, rank: str | int = 0) -> tuple[int
     return {"row": (*lead, rows, 1), "col": (*lead, 1, columns), "mat": (*lead, 1, 1)}[space]
 
 
-class Piece(NamedTuple):
-    """Rows [top, bottom) x columns [left, right) of the 2-D view; `flat`: one row, seen as a 1-D tensor."""
-
-    top: int
-    bottom: int
-    left: int
-    right: int
-    flat: bool
-
-    def of(self, tensor: Tensor, shape: torch.Size, per: int = 1, width: int = 1) -> Tensor:
-        """The piece of a parameter-shaped (per = 1) tensor, or of one with `width` entries per block; a view."""
-        rows, columns = grid(shape)
-        if per > 1:
-            return tensor[self.top : self.bottom, self.left // per * width : -(-self.right // per) * width]
-        view = tensor.reshape(rows, columns)[self.top : self.bottom, self.left : self.right]
-        return view[0] if self.flat else view
-
-
-def pieces(shape: torch.Size, block: int) -> Iterator[Piece]:
-    """Pieces of about CHUNK elements: whole rows, or whole blocks of one row; none where there is nothing."""
-    rows, columns = grid(shape)
-    if rows == 0 or columns == 0:
-        return
-    if len(shape) >= 2 and columns <= CHUNK:
-        height = max(1, CHUNK // columns)
-        yield from (Piece(top, min(top + height, rows), 0, columns, False) for top in range(0, rows, height))
-        return
-    width = max(CHUNK // block, 1) * block
-    for row, left in itertools.product(range(rows), range(0, columns, width)):
-        yield Piece(row, row + 1, left, min(left + width, columns), True)
-
-
 class _Part:
     """The part of a tensor that a variant's functions encode or decode at a time.
 
-    piece   None: all of it, because statistics of the whole tensor are stored
+    rows    of its 2-D view; None: all of it, because statistics of the whole tensor are stored
     """
 
-    def __init__(self, variant: Variant, shape: torch.Size, piece: Piece | None) -> None:
-        self.seen, self.piece = matrix_shape(variant.matrix, shape), piece
+    def __init__(self, variant: Variant, shape: torch.Size, rows: slice | None) -> None:
+        self.seen, self.rows = matrix_shape(variant.matrix, shape), rows
 
     def of(self, t: Tensor, field: Field | None = None) -> Tensor:
         """Return the view of a tensor of the parameter's shape, or of a field's tensor."""
-        if self.piece is not None:
-            return self.piece.of(t, self.seen, field.per, field.width) if field else self.piece.of(t, self.seen)
-        return t.reshape(self.seen) if field is None or (field.space == "elem" and field.per == 1) else t
+        elements = field is None or (field.space == "elem" and field.per == 1)
+        if self.rows is None:
+            return t.reshape(self.seen) if elements else t
+        return (t.reshape(grid(self.seen)) if elements else t)[self.rows]
 
     def decoded(
         self, function: Callable[..., Mapping[str, Tensor]], variant: Variant, p: Tensor, state: Mapping[str, Tensor]
@@ -182,8 +150,10 @@ def _parts(variant: Variant, shape: torch.Size) -> Iterator[_Part]:
     """Yield the parts of a tensor of that shape, none if it has no elements."""
     if math.prod(shape):
         seen = matrix_shape(variant.matrix, shape)
-        for piece in (None,) if variant.of_whole else pieces(seen, variant.block):
-            yield _Part(variant, shape, piece)
+        rows, columns = grid(seen)
+        height = max(1, CHUNK // columns)
+        for part in (None,) if variant.of_whole else (slice(k, k + height) for k in range(0, rows, height)):
+            yield _Part(variant, shape, part)
 
 
 def encode(
@@ -302,8 +272,6 @@ def first(
     plan: Pair, variant: Variant, p: Tensor, state: Mapping[str, Tensor], wanted: Collection[str], least: int
 ) -> dict[str, Tensor]:
     """The first values that `decode` gives for element-wise states of p, which has elements: 1-D, `least` or a row."""
-    columns = grid(matrix_shape(variant.matrix, p.shape))[1]
-    piece = Piece(0, 1, 0, min(columns, -(-least // variant.block) * variant.block), True)
-    part = _Part(variant, p.shape, None if variant.of_whole else piece)
+    part = _Part(variant, p.shape, None if variant.of_whole else slice(0, 1))
     made = part.decoded(plans.storage(plan, variant).decode, variant, p.detach(), state)
     return {name: made[name].reshape(-1)[:least] for name in wanted}

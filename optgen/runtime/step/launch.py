@@ -158,7 +158,7 @@ class CppKernels(Kernels):
         else:
             room = workspace.make(bucket.variant, (), bucket.device)
             lines = workspace.rows(now.columns, room, now.shapes, now.streams, now.places, False)
-            self.table = cpu.table(lines, len(bucket.variant.names))
+            self.table = cpu.table(lines)
 
     def run(self, bucket: Bucket, scalars: Scalars, step_key: int) -> None:
         assert self.kernel is not None
