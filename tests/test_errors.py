@@ -1,7 +1,6 @@
 """The closed table of errors: every code has a case, every case prints exactly its golden text.
 
-A case is a Python file named after its code.  It raises while it is loaded, or from its `case()`, or when its
-specs are checked; FILES is a project (path -> text) in which its `case()` runs.  UPDATE_GOLDEN=1 rewrites the texts.
+UPDATE_GOLDEN=1 rewrites the texts.
 """
 
 import os
@@ -13,43 +12,30 @@ from optgen.base.errors import TABLE, UserError, did_you_mean
 from optgen.base.loc import Loc
 from optgen.driver.load import find_spec
 from optgen.driver.project import read_config
-from optgen.lang import Spec
-from optgen.lang.source import forget
-from tests.harness import imported
+from tests.error_cases import CALLS, PRELUDE, TEXTS
 
-ROOT = Path(__file__).parent.parent
-CASES = sorted((ROOT / "tests/cases/errors").glob("E*.py"))
+GOLDEN = Path(__file__).parent / "cases/errors"
 
 
-def run(path: Path, project: Path) -> None:
-    forget(str(path))
-    module = imported(path, f"case_{path.stem}")
-    for name, text in getattr(module, "FILES", {}).items():
-        (project / name).parent.mkdir(parents=True, exist_ok=True)
-        (project / name).write_text(text)
-        os.chdir(project)
-    if hasattr(module, "case"):
-        module.case()
-    for spec in [x for x in vars(module).values() if isinstance(x, Spec)]:
-        spec.check()
-
-
-@pytest.mark.parametrize("path", CASES, ids=lambda p: p.stem)
-def test_prints_its_golden_text(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+@pytest.mark.parametrize("name", [*TEXTS, *CALLS])
+def test_prints_its_golden_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, call = CALLS[name] if name in CALLS else ({f"specs/{name}.py": PRELUDE + TEXTS[name]}, None)
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
-        run(path, tmp_path)
-    golden = path.with_suffix(".txt")
-    text = f"{caught.value}\n"
+        call() if call else find_spec(f"specs/{name}.py").check()
+    golden, text = GOLDEN / f"{name}.txt", f"{caught.value}\n"
     if os.environ.get("UPDATE_GOLDEN") == "1":
         golden.write_text(text)
-    assert caught.value.code == path.stem.split("_")[0]
+    assert caught.value.code == name.split("_")[0]
     assert text == golden.read_text()
 
 
 def test_every_code_has_a_case_and_every_case_a_code() -> None:
-    assert {p.stem.split("_")[0] for p in CASES} == set(TABLE)
-    assert {p.stem for p in (ROOT / "tests/cases/errors").glob("*.txt")} == {p.stem for p in CASES}
+    assert {name.split("_")[0] for name in [*TEXTS, *CALLS]} == set(TABLE)
+    assert {p.stem for p in GOLDEN.glob("*.txt")} == {*TEXTS, *CALLS}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +68,7 @@ def test_columns_of_toml_are_characters(tmp_path: Path) -> None:
 
 
 def test_a_notebook_shows_the_error_without_a_traceback() -> None:
-    error = UserError("E101", loc=Loc(__file__, 1), what="if")
+    error = UserError("E101", loc=Loc(__file__, 1), what="a condition")
     assert error._render_traceback_() == str(error).splitlines()
 
 

@@ -1,23 +1,21 @@
 """Every error a user can cause: one row each, with a stable code.
 
-    raise UserError("E101", loc=here(), got="ratio > 1")
+    raise UserError("E105", loc=here(), name="m", when="momentum")
 
 reads
 
-    error[E101]: a Python `if` cannot depend on a value of the spec
-     --> specs/trusty.py:7:8 in trusty
-      7 |     if ratio > 1:
-        |        ^^^^^^^^^
+    error[E105]: state `m` is off here: it is declared with when='momentum'
+     --> specs/trusty.py:7:9 in trusty
+      7 |     m = 0.9 * m + g
+        |         ^^^^^^^
       note: ...
       hint: ...
 """
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from optgen.base.loc import Loc
@@ -35,11 +33,16 @@ class Row:
 TABLE: dict[str, Row] = {
     # E1xx: the language
     "E101": Row(
-        "a Python `{what}` cannot depend on a value of the spec",
+        "{what} of Python's, such as `if`, `and`, `not` or `in`, cannot depend on a value of the spec",
         "specs are traced once per flag setting; only flags have a truth value while tracing",
-        "write where(condition, a, b), or make the condition a flag(...)",
+        "write where(condition, a, b), with (a > 0) & (b > 0), | and ~, or make the condition a flag: "
+        'has_momentum=flag(nonzero="momentum")',
     ),
-    "E102": Row("`{what}` does not work on spec values"),
+    "E102": Row(
+        "{what} does not work on spec values",
+        "a value is neither a tensor nor a number: operators take it, and functions of optgen.lang",
+        "maximum(a, b), sqrt(x), sign(x), norm(x), dot(a, b), rows(x) ... are in docs/language.md",
+    ),
     "E103": Row("`{function}` takes {want}, got {got}"),
     "E104": Row(
         "cannot combine a spec value with {got}",
@@ -48,7 +51,7 @@ TABLE: dict[str, Row] = {
     ),
     "E105": Row(
         "state `{name}` is off here: it is declared with when={when!r}",
-        "a state that is off may be carried to the return, never computed with",
+        "a state that is off may be carried to the return, never computed with or assigned to",
         "use it under `if` on that flag",
     ),
     "E106": Row(
@@ -60,16 +63,17 @@ TABLE: dict[str, Row] = {
     "E111": Row(
         "parameter `{name}` is {got}, not a declaration",
         "",
-        "states before the `*`: state(), row(), col(), mat(), scalar(); after it: hyper(...), flag(...)",
+        "before the `*` each has a state: state(), row(), col(), mat(), scalar(); after it: hyper(...), flag(...)",
     ),
     "E112": Row("the default {name} = {value} is out of its own range {range}"),
-    "E113": Row("{what}"),
+    "E113": Row("{what}", "", "docs/language.md has what there is"),
     "E114": Row(
         "a spec's first parameters are `p, g` or `p, g, t`, got {got}",
         "p is the weight, g its gradient, t the step counted from 1",
-        "every other parameter has a declaration as its default",
+        "every other parameter has a declaration as its default: a state is average=state(), a further tensor, such as "
+        "a Hessian, an input that opt.feed(hessian=...) gives, hessian=input()",
     ),
-    "E115": Row("the name `{name}` cannot be used: {why}"),
+    "E115": Row("the name `{name}` cannot be used: {why}", "", "take another one, such as `my_{name}`"),
     "E116": Row("{kind} `{name}` is never used", "", "{remedy}"),
     "E117": Row("hyper-parameter `{name}` has {want} parts, unpacked into {got}"),
     "E118": Row("{name} has no {kind} `{got}`"),
@@ -78,22 +82,17 @@ TABLE: dict[str, Row] = {
         "the quotient of a signed state and the root of a nonneg state of the same space; where "
         "the root starts at 0, so does the signed one",
     ),
-    "E120": Row("`return` must give `{want}` here, got `{got}`"),
-    "E121": Row(
-        "`return` lists names only",
-        "by their names the new values are matched with the states",
-        "write `{name} = ...` on a line of its own, and return `{name}`",
-    ),
-    "E122": Row("{name} must return {want} values, got {got}"),
-    "E123": Row(
-        "state `{name}` is off here (when={when!r}), yet a value is returned for it",
-        "",
-        "assign to it only under `if` on that flag",
+    "E120": Row(
+        "{name} must return {want}, got {got}",
+        "new values are matched with the weight and the states by their names, in the order of the signature",
+        "write `name = ...` on a line of its own for each, and end with `return {want}`",
     ),
     "E124": Row(
-        "`{name}` is returned as {got}, which is not a value of the spec",
-        "",
-        "a new value is computed from p, g, the states or the hyper-parameters",
+        "`{name}` is returned as {got}, but it is {want}",
+        "spaces: elem is one value per element, row and col one per row and column, mat one per matrix, "
+        "tensor one per parameter, host one number per step",
+        "compute it from p, g, states and hyper-parameters; reductions such as row_mean() and mean() lead to smaller "
+        "spaces, and where(c, 1.0, 0.0) makes a number of a condition",
     ),
     "E125": Row(
         "shape flag `{name}` is not a lambda in the signature that reads its argument only",
@@ -116,19 +115,22 @@ TABLE: dict[str, Row] = {
         "change no global or nonlocal name or list in it, and draw no random number; what steps keep is a state()",
     ),
     "E129": Row("{function} cannot be used here: {why}", "", "{remedy}"),
-    "E131": Row("{kind}: {text}", "raised by Python while the spec was traced"),
+    "E131": Row(
+        "{kind}: {text}",
+        "raised by Python while the spec was traced",
+        "values have operators, no methods, and functions of optgen.lang take them, not those of torch and NumPy",
+    ),
     "E132": Row(
-        "the source of `{name}` cannot be read", "names and places come from the source", "keep the spec in a file"
+        "the source of `{name}` cannot be read",
+        "names and places come from the source",
+        "a spec is a `def` of its own in a file of UTF-8",
     ),
     "E140": Row(
         "this gives {value} at step {step}",
-        "",
-        "add a small eps where it divides, or choose with where(); a root wants an operand >= 0, a logarithm one > 0",
-    ),
-    "E141": Row(
-        "this host scalar is {value} at step {step}",
-        "host scalars are computed in fp64 once per step, both sides of where() too",
-        "limit the operand: maximum(x, smallest)",
+        "with p = {p}, g = {g} and default hyper-parameters",
+        "add a small eps where it divides, 1e-30 or larger, or choose with where(); a root and a power of a fraction "
+        "want an operand >= 0, a logarithm one > 0; of host scalars both sides of where() are computed, so limit what "
+        "they take: maximum(x, smallest)",
     ),
     "E142": Row(
         "state `{name}` is declared nonneg, but it becomes {value} at step {step}",
@@ -151,17 +153,6 @@ TABLE: dict[str, Row] = {
         "{function} wants a host scalar for x, got a value in space {got}",
         "host scalars depend on hyper-parameters and t only; they are computed once per step in fp64",
         "exp(y * log(x)) of x > 0; x ** y and power(x, y) take a number or host scalar y",
-    ),
-    "E203": Row(
-        "`{name}` lives in space {want}, but the value returned for it lives in {got}",
-        "spaces: elem is one value per element, row and col one per row and column, mat one per matrix, "
-        "tensor one per parameter, host one per step",
-        "{remedy}",
-    ),
-    "E204": Row(
-        "`{name}` is returned as {got}: states and weights are real numbers",
-        "",
-        "turn a condition into a number: where(c, 1.0, 0.0)",
     ),
     "E205": Row(
         "{function} does not take host scalars",
@@ -251,31 +242,6 @@ TABLE: dict[str, Row] = {
 }
 
 
-_MADE: ContextVar[list[UserError] | None] = ContextVar("_MADE", default=None)
-"""The errors made since `insisted` began; None where nobody insists."""
-
-
-@contextlib.contextmanager
-def insisted() -> Iterator[None]:
-    """Raise the first UserError made inside, also where the code that runs inside caught it.
-
-    An author's `try` around a refusal would otherwise make another rule than is written.
-    """
-    made: list[UserError] = []
-    token = _MADE.set(made)
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        if not made or error is made[0]:
-            raise
-    finally:
-        _MADE.reset(token)
-        if made and (around := _MADE.get()) is not None:
-            around.append(made[0])
-    if made:
-        raise made[0]
-
-
 class UserError(Exception):
     """An error in what a user wrote; `code` is a key of TABLE, `locs` the places, the first one primary."""
 
@@ -287,9 +253,6 @@ class UserError(Exception):
         self.note = str(values["note"]) if "note" in values else row.note.format(**values)
         self.hint = str(values["hint"]) if "hint" in values else row.hint.format(**values)
         super().__init__(self.message)
-        made = _MADE.get()
-        if made is not None:
-            made.append(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors come back from worker processes; Exception would call __init__ with the message alone.
@@ -332,27 +295,13 @@ def _restore(code: str, locs: tuple[Loc, ...], message: str, note: str, hint: st
     return error
 
 
-def _near(word: str, names: list[str]) -> list[str]:
-    """The name that a word is most likely a misspelling of, if any: two letters in three are the same, in order."""
-    return difflib.get_close_matches(word, names, n=1, cutoff=0.66)
-
-
-NEAREST = 5
-
-
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint naming the closest known word, or the known words: of many, the five that are most like it."""
-    names = sorted(known)
-    plain = {name.lower(): name for name in reversed(names)}  # AdamW is meant where adamw is known
-    low = word.lower()
-    close = [low] if low in plain else _near(word, names) or _near(low, list(plain))
-    if close:
-        return f"did you mean '{plain.get(close[0], close[0])}'?"
-    if len(names) <= 2 * NEAREST:
-        return f"known: {', '.join(names)}" if names else ""
-    likeness = {name: difflib.SequenceMatcher(None, low, name.lower()).ratio() for name in names}
-    nearest = sorted(names, key=lambda name: -likeness[name])[:NEAREST]
-    return f"the nearest of {len(names)} known: {', '.join(nearest)}"
+    """A hint naming the known word that the word is most likely a misspelling of, or else the five most like it."""
+    plain = {name.lower(): name for name in sorted(known, reverse=True)}  # AdamW is meant where adamw is known
+    if close := difflib.get_close_matches(word.lower(), plain, n=1, cutoff=0.66):
+        return f"did you mean '{plain[close[0]]}'?"
+    nearest = difflib.get_close_matches(word.lower(), plain, n=5, cutoff=0.0)
+    return f"known: {', '.join(sorted(plain[name] for name in nearest))}{' ...' * (len(plain) > 5)}" if nearest else ""
 
 
 def said(error: BaseException) -> str:

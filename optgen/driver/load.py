@@ -28,8 +28,7 @@ from optgen.base.errors import UserError, did_you_mean, said
 from optgen.base.loc import Loc, of_characters, of_frame, relative
 from optgen.formats.plan import Plan
 from optgen.lang import wrappers
-from optgen.lang.refusals import FUNCTIONS, instead_of
-from optgen.lang.source import check_encoding, forget
+from optgen.lang.source import forget
 from optgen.lang.spec import Spec
 
 PLANS_FILE = "plans.py"
@@ -282,7 +281,6 @@ def load(file: Path) -> ModuleType:
     with _neighbours(file):
         sys.modules[name] = module
         try:
-            check_encoding(str(file), text)
             code = compile(text, str(file), "exec", dont_inherit=True)
             exec(code, module.__dict__)
         except BaseException as error:
@@ -354,8 +352,5 @@ def _hint_for(error: Exception | SystemExit) -> str:
         case NameError(name=str(name)):
             return did_you_mean(name, optgen.lang.__all__)
         case ImportError(name="optgen.lang") if words := re.match(r"cannot import name '(\w+)'", str(error)):
-            near = did_you_mean(words[1], optgen.lang.__all__)
-            ours = instead_of(words[1])
-            meant = near if near.startswith("did you mean") else f"functions of one or two values are {FUNCTIONS}"
-            return meant if not ours or ours.startswith(f"use {words[1]}(") else ours
+            return did_you_mean(words[1], optgen.lang.__all__)
     return ""

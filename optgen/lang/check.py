@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
-from optgen.ir.node import Node, is_const, postorder
-from optgen.ir.ranges import Intervals
-from optgen.lang import matrices
+from optgen.ir.node import Node, postorder
 from optgen.lang.declare import Declaration, StateDecl, flags_in
 from optgen.lang.probe import probe
 from optgen.lang.spec import Spec, Trace, start
 from optgen.lang.tracing import run, unmarked
-from optgen.lang.values import author_loc
 from optgen.ops import spaces
 from optgen.ops.prims import CALLS, MATRIX_OPS, PRIMS, REDUCTIONS
 
@@ -43,98 +39,19 @@ def trace(spec: Spec, setting: tuple[tuple[str, bool], ...]) -> Trace:
     return traced
 
 
-NORMALIZING = {"newton_schulz": 2, "newton_schulz_of_rows": 3}
-"""Functions that divide their operand by its norm -> the position of the number that says so."""
-
-
 def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
-    """Raise UserError E129 for functions of whole matrices where rows are blocks, and for newton_schulz of its own
-    result, scaled, transposed or in part."""
+    """Raise UserError E129 for functions of whole matrices where rows are blocks, and E103 for what they take beside
+    matrices and is no host scalar."""
     place = trace.places.get(node.uid, spec.loc)
     if spec.blocks and spec.matrix != "heads":
         why = 'matrix="blocks" divides rows into blocks, and it takes the whole matrix'
         remedy = 'write matrix="heads", under which each block of rows is a matrix, or matrix="first"'
         raise UserError("E129", loc=place, function=_called(node), why=why, remedy=remedy)
-    if node.op == "call":
-        _check_scalars(spec, node, place)
-    normalizes = NORMALIZING.get(node.attr)
-    if normalizes is None or node.args[normalizes].attr == 0:
-        return
-    if inner := _orthogonal_by(spec, node.args[0]):
-        why = f"its operand is a result of {_called(inner)}, orthogonal already, which it would divide by its "
-        places = (place, trace.places.get(inner.uid, spec.loc))
-        remedy = "one call: newton_schulz(x, coefficients=[(a, b, c), ...]), or more steps, newton_schulz(x, 10)"
-        raise UserError("E129", loc=places, function=_called(node), why=f"{why}Frobenius norm", remedy=remedy)
-
-
-def _orthogonal_by(spec: Spec, x: Node) -> Node | None:
-    """Return the call of newton_schulz whose result x is, scaled, transposed, chosen from such, in part, or multiplied
-    by states that are orthogonal."""
-    if x.attr in NORMALIZING:
-        return x
-    calls = [_orthogonal_by(spec, a) for a in _made_of(spec, x)]
-    several = x.op in ("where", "matmul")
-    return calls[0] if calls and None not in calls and (several or len(calls) == 1) else None
-
-
-def _made_of(spec: Spec, x: Node) -> list[Node]:
-    """Return the operands that have to be orthogonal for x to be so; [] where it is not by its operands."""
-    if x.op == "call":
-        return [x.args[x.attr == "unwide"]] if x.attr in ("finite", "top_rows", "unwide") else []
-    if x.op == "where":
-        one_side = not spaces.dims(x.args[0].space) or x.args[1] is x.args[2]
-        return [*x.args[1:]] if one_side else []
-    if x.op == "matmul":
-        bases = {s.name for s in spec.states if s.trait == "orthogonal"}
-        return [a for a in x.args if (a.args[0] if a.op == "transpose" else a).attr not in bases]
-    return [a for a in x.args if spaces.dims(a.space)] if x.op in ("mul", "div", "neg", "transpose", "to_wide") else []
-
-
-def _check_scalars(spec: Spec, node: Node, place: Loc | None) -> None:
-    """Raise UserError E103 for what a function of whole matrices takes beside them and is no host scalar, for a key
-    that may have a fraction, and for an order of a root or a number of rounds that may be too small."""
-    scalars, want, hint = node.args[CALLS[node.attr] :], "", ""
-    wrong = next((x for x in scalars if x.space != spaces.host and x.op != "extent"), None)
-    if wrong is not None:
-        want, got = "host scalars beside its matrices", spaces.shown(wrong.space)
-        hint = "host scalars depend on hyper-parameters and t only"
-    elif (part := _WHOLES.get(node.attr, "")) and not _is_whole(spec, scalars[0]):
-        want, got = f"a whole number for its {part}", "one that may have a fraction"
-        hint = "floor(x) is whole, and a hyper-parameter with whole=True"
-    elif node.attr in _LEAST:
-        least, wanted, says = _LEAST[node.attr]
-        ranges = {part: h.interval for h in spec.hypers for part in h.parts}
-        low, high = Intervals(ranges | {"step": (1.0, math.inf)})(scalars[0])
-        if not low >= least:
-            want, got = wanted, f"a number from {low:g} to {high:g}" if low < high else f"{low:g}"
-            hint = f"a hyper-parameter says so with {says}"
-    if want:
-        raise UserError("E103", loc=place, function=_called(node), want=want, got=got, hint=hint)
-
-
-_WHOLES = {"normal": "key", "uniform": "key", "bjorck": "steps"}
-"""The first scalar of functions of whole matrices where it is a whole number."""
-
-_LEAST = {
-    "inverse_root": (math.ulp(0.0), "p above 0", "gt=0; of symmetric x, inverse_root(x, 2) is x ** (-1 / 2)"),
-    "bjorck": (1.0, "1 or more steps", "ge=1"),
-}
-"""The least number that functions of whole matrices take as their first scalar, and how messages say it."""
-
-_WHOLE = frozenset("add sub mul pow neg abs min max where".split())
-
-
-def _is_whole(spec: Spec, x: Node) -> bool:
-    """Return True if a number has no fraction, whatever the hyper-parameters are; of host states if they begin so."""
-    if x.op == "const":
-        return float(x.attr).is_integer()
-    if x.op == "sym":
-        whole = {part for h in spec.hypers if h.whole for part in h.parts}
-        return x.attr in {"step", *whole, *(s.name for s in spec.host_states if s.init.is_integer())}
-    if x.op == "pow" and not (is_const(x.args[1]) and x.args[1].attr >= 0):
-        return False
-    terms = x.args[1:] if x.op == "where" else x.args
-    return x.op in ("floor", "rint", "extent") or x.op in _WHOLE and all(_is_whole(spec, a) for a in terms)
+    scalars = node.args[CALLS[node.attr] :] if node.op == "call" else ()
+    for x in scalars:
+        if x.space != spaces.host and x.op != "extent":
+            want, hint = "host scalars beside its matrices", "host scalars depend on hyper-parameters and t only"
+            raise UserError("E103", loc=place, function=_called(node), want=want, got=spaces.shown(x.space), hint=hint)
 
 
 def _called(node: Node) -> str:
@@ -172,43 +89,14 @@ def _lacks(state: StateDecl, x: Any) -> Any:
     return x.square().sum(-2 if state.space.name[1] == "r" else -1) - 1
 
 
-_HALVES = {
-    **dict.fromkeys(("eigenvectors", "inverse_root", "norm_lower_bound"), (0, "symmetric")),
-    "orthogonal_iteration": (0, "symmetric"), "solve_triangular": (1, "triangular"),
-}  # fmt: skip
-"""The operand of which functions of whole matrices read one half alone, or as if it had a trait, and the trait."""
-
-_WITH = {
-    "symmetric": "(x + x.T) / 2 is symmetric, and so is gram(x)",
-    "triangular": "triangle(x) is upper triangular, and with upper=False it takes triangle(x).T",
-}
-
-
-def _check_operand(name: str, operands: Sequence[Any], numbers: Sequence[Any]) -> None:
-    """Raise UserError E129 for a function that reads one half of a matrix, of which the other half differs."""
-    position, trait = _HALVES.get(name, (0, ""))
-    if not trait:
-        return
-    x = operands[position]
-    if off := _off(_LACKS[trait](x.mT if name == "solve_triangular" and not numbers[0] else x), x):
-        why = f"its operand is not {trait}: of random values it is off by {off}"
-        raise UserError("E129", loc=author_loc(), function=f"{name}()", why=why, remedy=_WITH[trait])
-
-
 def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
-    """Raise UserError E143 for a matrix state that loses its trait in two steps in fp64, from random values with it,
-    and E129 for operands of functions that take one for granted.
+    """Raise UserError E143 for a matrix state that loses its trait in two steps in fp64, from random values with it.
 
     What newton_schulz takes part in is rounded to bf16 and not judged.
     """
     of_sides = [s for s in spec.present(flags) if s.trait in _LACKS]
-    judged = [(s, new) for s in of_sides if (new := trace.states[s.name]).op != "load" and _is_exact([new])]
-    nodes = postorder([trace.p, *trace.states.values()])
-    halves = [n.args[_HALVES[n.attr][0]] for n in nodes if n.op == "call" and n.attr in _HALVES]
-    watched = bool(halves) and _is_exact(halves)
-    if not judged and not watched:
-        return
-    for step, kept in _two_steps(spec, flags, of_sides, watched):
+    judged = [(s, new) for s in of_sides if (new := trace.states[s.name]).op != "load" and _is_exact(new)]
+    for step, kept in _two_steps(spec, flags, of_sides) if judged else ():
         for s, new in judged:
             if off := _off(_lacks(s, kept[s.name]), kept[s.name]):
                 place = trace.places.get(new.uid, s.loc)
@@ -221,15 +109,15 @@ def _off(lacks: Any, x: Any) -> str:
     return f"{float(off):.2g}" if off > 1e-6 * x.abs().max() else ""
 
 
-def _is_exact(nodes: Sequence[Node]) -> bool:
-    return all(n.attr not in NORMALIZING for n in postorder(nodes))
+def _is_exact(node: Node) -> bool:
+    return all(n.attr not in ("newton_schulz", "newton_schulz_of_rows") for n in postorder([node]))
 
 
 def _two_steps(
-    spec: Spec, flags: Mapping[str, bool], of_sides: Sequence[StateDecl], watched: bool
+    spec: Spec, flags: Mapping[str, bool], of_sides: Sequence[StateDecl]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the states of two steps of a random matrix from random states that have their traits; fewer
-    where a decomposition fails.  Operands of functions of matrices are checked if `watched`."""
+    where a decomposition fails."""
     import torch
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -242,13 +130,10 @@ def _two_steps(
     has["orthogonal"] = lambda x: (lambda u, _, v: u @ v)(*torch.linalg.svd(x, full_matrices=False))
     kept = {s.name: has[s.trait](drawn(*start(s, p, hypers).shape)) for s in of_sides}
     for step in (1, 2):
-        around = matrices.WATCHED.set(_check_operand if watched else None)
         try:
             p, kept, host = spec.evaluate(p, drawn(5, 7), step, kept, host, **flags)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             return
-        finally:
-            matrices.WATCHED.reset(around)
         yield step, kept
 
 

@@ -127,7 +127,8 @@ def _composed(
         if moved and inner.evaluation is not None and inner.evaluation.beside:
             raise _beside(inner)
         if len(new) != len(added.order):
-            raise UserError("E122", loc=place, name=name, want=1 + len(added.order), got=1 + len(new))
+            want, got = ", ".join(("p", *added.order)), f"{1 + len(new)} values"
+            raise UserError("E120", loc=place, name=name, want=want, got=got)
         after = {**values, **rule.states, **dict(zip(added.order, new, strict=True))}
         return (p, *(after[state] for state in order[1:]))
 

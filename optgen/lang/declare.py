@@ -154,17 +154,13 @@ def _refuse(what: str, hint: str) -> UserError:
 def _number(what: str, x: object, hint: str = "") -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise _refuse(f"{what} is a number, got {x!r}", hint)
-    try:
-        return float(x)
-    except OverflowError as error:  # a whole number of hundreds of digits: too long to be shown
-        got = f"a whole number of {int(x).bit_length()} bits"
-        raise _refuse(f"{what} is a number of fp64, got {got}", "1e308 is about the largest there is") from error
+    return float(x)
 
 
 def _finite(what: str, x: object, hint: str = "") -> float:
     value = _number(what, x, hint)
     if not math.isfinite(value):
-        raise _refuse(f"{what} is a finite number, got {value:g}", "")
+        raise _refuse(f"{what} is a finite number, got {value:g}", hint)
     return value
 
 
@@ -190,9 +186,7 @@ def _start(space: Space, positive: bool, init: object) -> float | str:
         if init == "param" and (space is not spaces.elem or positive):
             raise _refuse('init="param" is for signed element-wise states', "")
         return init
-    start = _number("init=", init)
-    if not math.isfinite(start):
-        raise _refuse(f"a state cannot start at {start:g}", "a finite number")
+    start = _finite("init=", init)
     if positive and start < 0:
         raise _refuse(f"a state declared nonneg cannot start at {start:g}", "")
     return start

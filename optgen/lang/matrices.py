@@ -7,7 +7,6 @@ in fp32.  newton_schulz takes its products in bf16.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from optgen.base.errors import UserError
@@ -18,10 +17,6 @@ from optgen.ops import spaces
 from optgen.runtime.records import keys, series
 
 Triple = tuple[Num, Num, Num]
-
-WATCHED: ContextVar[Callable[[str, Sequence[Any], Sequence[Any]], None] | None] = ContextVar("WATCHED", default=None)
-"""A function called with the name, matrices and numbers of each function of whole matrices of tensors."""
-
 
 def newton_schulz(
     x: Num,
@@ -258,8 +253,6 @@ def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = (), sai
     if type(x).__module__.startswith("torch"):
         from optgen.runtime.reference import matrices
 
-        if (watch := WATCHED.get()) is not None:
-            watch(name, operands, numbers)
         return getattr(matrices, name)(*operands, *numbers).to(x.dtype).as_subclass(type(x))
     import sympy
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc, of_code
-from optgen.base.names import camel, is_name, is_snake, is_text, snake, unique
+from optgen.base.names import camel, is_name, is_snake, is_text
 from optgen.lang import check
 from optgen.lang.declare import (
     Declaration,
@@ -26,7 +26,7 @@ from optgen.lang.declare import (
     schema,
     usual,
 )
-from optgen.lang.source import SpecSource
+from optgen.lang.source import SpecSource, own_nodes
 from optgen.lang.spec import Evaluation, MatrixKind, Readings, Spec
 from optgen.lang.tracing import check_weights
 from optgen.lang.values import author_loc
@@ -91,33 +91,25 @@ def optimizer(
         called = getattr(evaluate, "__name__", repr(evaluate))
         raise UserError("E127", loc=author_loc(), name=called, why="it is not a function of its own, made with def")
     if matrix not in ("last", "first", "blocks", "heads"):
-        hint = (
-            "last: the last two dimensions; first: dimension 0 against all others; blocks: the same, where the user "
-            "may put consecutive rows together; heads: the same, where these are a matrix"
-        )
         what = f'matrix= is "last", "first", "blocks" or "heads", got {matrix!r}'
-        raise UserError("E113", loc=author_loc(), what=what, hint=hint)
+        raise UserError("E113", loc=author_loc(), what=what)
 
     def make(function: Callable[..., Any]) -> Spec:
-        if not isinstance(function, FunctionType):
-            what = f"`@optimizer` makes a spec of a function, got {getattr(function, '__name__', repr(function))}"
-            raise UserError("E113", loc=author_loc(), what=what, hint="def my_rule(p, g, average=state(), *, lr=...):")
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-            what = f"`{function.__name__}` does not return: it yields, or is async"
-            raise UserError("E113", loc=of_code(function.__code__), what=what, hint="a plain def that ends with return")
+        plain = isinstance(function, FunctionType) and not function.__code__.co_flags & _YIELDS
+        if not plain or any(isinstance(n, ast.Try) for n in own_nodes(SpecSource(function).node)):
+            called = getattr(function, "__name__", repr(function))
+            what = f"a rule is a plain function without yield, async and try, got {called}"
+            place = of_code(function.__code__) if isinstance(function, FunctionType) else author_loc()
+            raise UserError("E113", loc=place, what=what)
         return _spec(function, cite, like, name, evaluate, matrix)
 
     return make if function is None else make(function)
 
 
+_YIELDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
 MOST_FLAGS = 10
 """Flags of a rule: code is generated for each of their settings."""
-
-_NO_TENSORS = (
-    "a further tensor, such as the diagonal of a Hessian, is an input, which opt.feed(hessian=...) gives: "
-    "hessian=input(); what steps keep is a state: average=state()"
-)
-
 
 def _spec(
     function: Callable[..., Any], cite: str, like: str | None, name: str | None,
@@ -125,9 +117,7 @@ def _spec(
 ) -> Spec:  # fmt: skip
     source = SpecSource(function)
     if not is_snake(source.name):
-        spelled = snake(source.name)
-        hint = f"def {spelled}(p, g, ...)" if is_snake(spelled) else "def my_rule(p, g, ...)"
-        hint += '; the class is named by @optimizer(name="...")'
+        hint = 'def my_rule(p, g, ...); the class is named by @optimizer(name="...")'
         raise UserError("E115", loc=source.head, name=source.name, why="a spec is named in snake_case", hint=hint)
     takes_step, signature = _schema(function, source)
     defaults = {d.name: d.default for d in signature.hypers}
@@ -162,12 +152,8 @@ def _schema(function: Callable[..., Any], source: SpecSource) -> tuple[bool, Sch
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     leaves = [p.name for p in parameters if p.kind in positional and p.default is p.empty]
     if leaves not in (["p", "g"], ["p", "g", "t"]):
-        more = {"hint": _NO_TENSORS} if leaves[:2] == ["p", "g"] else {}
-        raise UserError("E114", loc=source.head, got=", ".join(leaves) or "none", **more)
-    if "t" in source.parameters and "t" not in leaves:
-        hint = f"def {source.name}(p, g, t, ...) takes the step; a state or hyper-parameter is called otherwise"
-        raise UserError("E115", loc=source.parameters["t"], name="t", why="it is the number of the step", hint=hint)
-    return "t" in leaves, schema([declaration_of(p, source) for p in parameters if p.name not in LEAVES])
+        raise UserError("E114", loc=source.head, got=", ".join(leaves) or "none")
+    return "t" in leaves, schema([declaration_of(p, source) for p in parameters if p.name not in leaves])
 
 
 def check_declarations(spec: Spec) -> None:
@@ -227,14 +213,8 @@ def declaration_of(p: inspect.Parameter, source: SpecSource) -> Declaration:
         got = f"{kind} before the `*`" if option else "a state after the `*`"
         hint = "it stands after the `*`" if option else "states stand before the `*`"
         raise UserError("E111", loc=loc, name=p.name, got=got, hint=hint)
-    if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-        stars = "*" if p.kind is p.VAR_POSITIONAL else "**"
-        hint = "name every state and hyper-parameter; a lone `*` divides them"
-        raise UserError("E111", loc=loc, name=f"{stars}{p.name}", got="any number of arguments", hint=hint)
-    if callable(d) and d is not p.empty:
-        called = getattr(d, "__name__", "it")
-        raise UserError("E111", loc=loc, name=p.name, got=f"`{called}` itself", hint=f"call it: {called}(...)")
-    raise UserError("E111", loc=loc, name=p.name, got="without a default" if d is p.empty else f"{d!r}")
+    got = "without a default" if d is p.empty else f"`{getattr(d, '__name__', d)}`"
+    raise UserError("E111", loc=loc, name=p.name, got=got)
 
 
 def _parts(name: str, decl: HyperDecl, source: SpecSource) -> tuple[str, ...]:
@@ -260,32 +240,21 @@ def _check_names(spec: Spec) -> None:
         named += [(h.name, h.loc)] + [(part, places.get(part, h.loc)) for part in h.parts if part != h.name]
     tensors, seen = {s.name for s in spec.states}, dict[str, Loc | None]()
     for name, loc in named:
-        why, hint = _unusable(name, name in tensors, [other for other, _ in named])
-        if not why and name in seen:
-            both = [place for place in (loc, seen[name]) if place]
-            hint = "call one of the two otherwise"
-            raise UserError("E115", loc=both, name=name, why="it already names something else", hint=hint)
+        why = "it already names something else" if name in seen else _unusable(name, name in tensors)
         if why:
-            raise UserError("E115", loc=loc, name=name, why=why, hint=hint)
+            both = [place for place in (loc, seen.get(name)) if place]
+            raise UserError("E115", loc=both, name=name, why=why)
         seen[name] = loc
 
 
-def _unusable(name: str, is_tensor: bool, others: Sequence[str]) -> tuple[str, str]:
-    """Return why a name cannot be used, and a hint; empty where it can.  Tensors get an underscore in generated code
-    where one of its own variables has the name."""
-    if name in RESERVED or (name in VARIABLES | CALLED and not is_tensor):
-        free = unique(name, {*RESERVED, *VARIABLES, *CALLED, *others})
-        return "generated code needs this name", f"take another one, such as `{free}`"
+def _unusable(name: str, is_tensor: bool) -> str:
+    """Return why a name cannot be used; "" where it can.  Tensors get an underscore in generated code where one of its
+    own variables has the name."""
+    if name in RESERVED or (name in VARIABLES | CALLED and not is_tensor) or re.fullmatch(rf"{DRAW}\d+", name):
+        return "generated code needs this name"
     if is_tensor and name.startswith(("in_", "out_")):
-        hint = f"take another one, such as `{name.partition('_')[2]}`"
-        return "generated code puts in_ and out_ before the names of states", hint
-    if re.fullmatch(rf"{DRAW}\d+", name):
-        return "random numbers of elements have this name in generated code", f"take another one, such as `own_{name}`"
-    if not is_name(name):
-        plain = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
-        hint = f"for instance `{plain}`" if is_name(plain) else "for instance `exp_avg`"
-        return "names are made of letters, digits and single underscores between them", hint
-    return "", ""
+        return "generated code puts in_ and out_ before the names of states"
+    return "" if is_name(name) else "names are made of letters, digits and single underscores between them"
 
 
 _REFERENCES: dict[type, dict[str, str]] = {
@@ -378,13 +347,10 @@ def _check_defaults(spec: Spec) -> None:
         if f.every is not None:
             h = spec.hyper(f.every)
             (steps,) = h.values
-            if steps < 1 or not steps.is_integer():
-                what = f"`{h.name}` counts the steps of flag `{f.name}`: a whole number from 1 on, got {steps:g}"
+            if h.interval[0] < 1 or steps < 1 or not steps.is_integer():
+                what = f"`{h.name}` counts steps of flag `{f.name}`: a whole number in a range from 1 on"
                 places = [loc for loc in (h.loc, f.loc) if loc]
-                raise UserError("E113", loc=places, what=what, hint=f"{h.name}=hyper({max(1, round(steps))}, ge=1)")
-            if h.interval[0] < 1:
-                what = f"`{h.name}` counts steps of flag `{f.name}`, from 1 on, and its range is {h.range or 'open'}"
-                raise UserError("E113", loc=h.loc, what=what, hint=f"{h.name}=hyper({steps:g}, ge=1)")
+                raise UserError("E113", loc=places, what=f"{what}, got {steps:g}", hint=f"{h.name}=hyper(10, ge=1)")
     for h in spec.hypers:
         for part, value in zip(h.parts, h.values, strict=True):
             if not h.allows(value):
@@ -394,22 +360,10 @@ def _check_defaults(spec: Spec) -> None:
 
 def _check_return(spec: Spec) -> None:
     """Every `return` lists p and the states by name, in the order of the signature."""
-    want = list(spec.order)
-    line = f"return {', '.join(want)}"
-    if not spec.source.returns:
-        raise UserError("E122", loc=spec.loc, name=spec.name, want=len(want), got=0, hint=f"end with `{line}`")
-    for node, parts in spec.source.returns:
+    for node, parts in spec.source.returns or ((spec.source.node, ()),):
         names = [name for name, _ in parts]
-        for (name, loc), wanted in zip(parts, want, strict=False):
-            if name is None and isinstance(node.value, (ast.List, ast.Dict, ast.Set)):
-                raise UserError("E121", loc=loc, name=wanted, hint=f"end with `{line}`")
-            if name is None:
-                raise UserError("E121", loc=loc, name=wanted)
-            if name != wanted:
-                known = did_you_mean(name, want) if name not in want else ""
-                note = f"`{name}` is another state" if name in want else ""
-                hint = f"end with `{line}`" + (f"; {known}" if known.startswith("did") else "")
-                raise UserError("E120", loc=loc, want=wanted, got=name, note=note, hint=hint)
-        if len(names) != len(want):
-            loc = spec.source.loc(node)
-            raise UserError("E122", loc=loc, name=spec.name, want=len(want), got=len(names), hint=f"end with `{line}`")
+        if names != [*spec.order]:
+            wrong = (place for (name, place), want in zip(parts, spec.order, strict=False) if name != want)
+            got = ", ".join(name or "an expression" for name in names) or "nothing"
+            place = next(wrong, spec.source.loc(node) if parts else spec.loc)
+            raise UserError("E120", loc=place, name=spec.name, want=", ".join(spec.order), got=got)

@@ -30,8 +30,6 @@ G = (0.0, 1e-3, -2.0)
 STEPS = 3
 LATE = 10**6  # a step of a long training: what grows with t has overflowed by then
 FAR = (-1e4, 1e4)  # p and g at which exp is 0, or tanh, sigmoid and erf are -1, 0 or 1
-TOO_SMALL = "is below fp32's normal numbers: take a larger one, such as 1e-30"
-OF_SIZE = "a negative number has real powers of whole exponents only: abs(x) ** y, times sign(x) where that is meant"
 Grid = tuple[tuple[float, float], ...]  # (p, g) of each element, row by row
 
 
@@ -195,18 +193,17 @@ def late(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> tuple[str, floa
     """
     for run, step, values in _walked(spec, flags, trace, (*range(1, STEPS + 1), LATE)):
         if step == LATE:
-            for name, node, i in _not_finite(trace, run, values):
+            for node, i in _not_finite(trace, run, values):
                 bad, j = _culprit(run, values, node, i)
+                name = next(name for name, new in trace.new.items() if new is node)
                 return name, values[bad.uid][j], _place(spec, trace, bad, list(trace.new.values()))
     return None
 
 
-def _not_finite(trace: Trace, run: ProbedTensor, values: NodeValues) -> Iterator[tuple[str, Node, int]]:
+def _not_finite(trace: Trace, run: ProbedTensor, values: NodeValues) -> Iterator[tuple[Node, int]]:
     """The new values that are not finite at an element."""
-    for name, node in trace.new.items():
-        for i in range(run.size):
-            if not math.isfinite(values[node.uid][i]):
-                yield name, node, i
+    pairs = itertools.product(trace.new.values(), range(run.size))
+    return ((node, i) for node, i in pairs if not math.isfinite(values[node.uid][i]))
 
 
 def _walked(
@@ -242,7 +239,6 @@ def _first_values(state: StateDecl, scalars: Mapping[str, float], p: list[float]
 def _corrections(spec: Spec, trace: Trace) -> None:
     """Refuse a division by 1 - base**step of a base that may be 1: at every step that is a division by zero."""
     intervals = Intervals({part: h.interval for h in spec.hypers for part in h.parts} | {"step": (1.0, math.inf)})
-    ranges = {part: h.range or "any number" for h in spec.hypers for part in h.parts}
     for node in postorder(trace.new.values()):
         if node.op != "div" or node.args[1].space != spaces.host:
             continue
@@ -251,54 +247,24 @@ def _corrections(spec: Spec, trace: Trace) -> None:
             low, high = intervals(base)
             if low <= 1 <= high:
                 name = str(base.attr) if base.op == "sym" else "the base of the power"
-                allowed = f"{name} may be 1: its range is {ranges[name]}" if name in ranges else f"{name} may be 1"
-                code = "E141" if node.space == spaces.host else "E140"
                 raise UserError(
-                    code, loc=trace.places.get(node.uid, spec.loc), value="x / 0", step=1, note=allowed,
-                    hint="give the hyper-parameter an upper end below 1: lt=1",
+                    "E140", loc=trace.places.get(node.uid, spec.loc), value="x / 0", step=1,
+                    note=f"{name} may be 1", hint="give the hyper-parameter an upper end below 1: lt=1",
                 )  # fmt: skip
 
 
-def _shown(user: Node, operand: Node, x: float) -> str:
-    """A value as an operation takes it, and what it was where fp32 makes 0 or an infinity of it."""
-    got = taken(user, operand, x)
-    lost = math.isfinite(x) and x != 0 and (got == 0 or math.isinf(got))
-    return f"{got:g} ({x:g} in fp64)" if lost else f"{got:g}"
-
-
-def _lost(node: Node, values: NodeValues, i: int) -> float | None:
-    """A number below an operation that fp32 makes 0 of where it meets other values."""
-    pairs = ((n, a) for n in postorder([node]) for a in n.args)
-    return next((x for n, a in pairs if (x := values[a.uid][i]) != 0 and taken(n, a, x) == 0), None)
-
-
 def _judge(spec: Spec, trace: Trace, run: ProbedTensor, values: NodeValues, step: int, far: bool = False) -> None:
-    _judge_scalars(spec, trace, run, values, step)
-    _judge_signs(spec, trace, run, values, step)  # first, as the root of a negative state is NaN
-    for name, node, i in _not_finite(trace, run, values):
+    """Raise UserError E140 for a number that is not finite: of host scalars, computed in Python, in any branch."""
+    roots = list(trace.new.values())
+    hosts = [(n, 0) for n in postorder(roots) if n.space == spaces.host and not math.isfinite(values[n.uid][0])]
+    if not hosts:
+        _judge_signs(spec, trace, run, values, step)  # first, as the root of a negative state is NaN
+    for node, i in hosts or _not_finite(trace, run, values):
         p, g = run.grid[i]
         bad, j = _culprit(run, values, node, i)
-        if far and not any(values[a.uid][j] == 0 and _saturates([a]) for a in bad.args):
-            continue
-        took = ", ".join(_shown(bad, a, values[a.uid][j]) for a in bad.args)
-        small = _lost(bad, values, j)
-        hint = {"hint": f"{small:g} {TOO_SMALL}"} if small else {}
-        if bad.op == "power" and values[bad.args[0].uid][j] < 0:
-            hint = {"hint": OF_SIZE}
-        where = f"with p = {p:g}, g = {g:g} and default hyper-parameters"
-        raise UserError(
-            "E140", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][j], step=step,
-            note=f"{where}; it took {took}, and reaches `{name}`", **hint,
-        )  # fmt: skip
-
-
-def _judge_scalars(spec: Spec, trace: Trace, run: ProbedTensor, values: NodeValues, step: int) -> None:
-    """Raise UserError E141 for a host scalar that is not finite: a plain Python number, so an unused branch raises."""
-    roots = list(trace.new.values())
-    for node in postorder(roots):
-        if node.space == spaces.host and not math.isfinite(values[node.uid][0]):
-            bad, _ = _culprit(run, values, node, 0)
-            raise UserError("E141", loc=_place(spec, trace, bad, roots), value=values[bad.uid][0], step=step)
+        if not far or any(values[a.uid][j] == 0 and _saturates([a]) for a in bad.args):
+            place, value = _place(spec, trace, bad, roots), values[bad.uid][j]
+            raise UserError("E140", loc=place, value=value, step=step, p=f"{p:g}", g=f"{g:g}")
 
 
 def _judge_signs(spec: Spec, trace: Trace, run: ProbedTensor, values: NodeValues, step: int) -> None:

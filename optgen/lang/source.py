@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import ast
 import builtins
-import contextlib
-import io
 import linecache
-import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from optgen.base.errors import UserError
-from optgen.base.loc import Loc, of_characters, of_code, relative
+from optgen.base.loc import Loc, of_code
 
 TextSpan = tuple[int, int, int, int]  # line, column, end line, end column; lines from 1, columns from 0
 _PLACE = ("lineno", "col_offset", "end_lineno", "end_col_offset")
@@ -51,30 +47,6 @@ def tree_of(file: str) -> ast.Module | None:
         return ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return None
-
-
-def check_encoding(file: str, data: bytes) -> None:
-    """Refuse the bytes of a file that are no text in the encoding which it names, or else in UTF-8.
-
-    Python itself runs such a file where the bytes stand in a comment, but nobody can read its lines again.
-    """
-    try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    except SyntaxError:
-        encoding = "utf-8"  # an unknown name, of which compile() tells, or one of the first two lines is no UTF-8
-    hint = "save it as UTF-8, or name its encoding in the first line: # -*- coding: latin-1 -*-"
-    try:
-        data.decode(encoding)
-    except LookupError:  # rot13 and the like; without a place, whose line could not be read either
-        text = f"`{encoding}`, which {relative(file)} names, is no encoding of text"
-        raise UserError("E401", text=text, hint=hint) from None
-    except UnicodeDecodeError as error:
-        read = error.object  # the data, behind the mark that it may begin with
-        rows = read[: error.start].decode(encoding, errors="replace").removeprefix("\ufeff").split("\n")
-        place = of_characters(file, len(rows), len(rows[-1]))
-        named = "UTF-8" if encoding.startswith("utf-8") else encoding
-        text = f"the byte 0x{read[error.start]:02x} is not valid {named}"
-        raise UserError("E401", loc=place, text=text, hint=hint) from None
 
 
 def forget(file: str) -> None:
@@ -123,10 +95,7 @@ class SpecSource:
         self.name = function.__name__
         node = self._find()
         if node is None:
-            with contextlib.suppress(OSError):  # a module that a spec's file imports was not looked at before
-                check_encoding(self.file, Path(self.file).read_bytes())
-            hint = {"hint": "a spec is a `def` of its own"} if self.name == "<lambda>" else {}
-            raise UserError("E132", loc=of_code(self.code), name=self.name, **hint)
+            raise UserError("E132", loc=of_code(self.code), name=self.name)
         self.node: ast.FunctionDef = node
         self.globals: dict[str, Any] = function.__globals__
 
@@ -234,10 +203,3 @@ class SpecSource:
                 parts = n.value.elts if isinstance(n.value, ast.Tuple) else [n.value] if n.value else []
                 out.append((n, tuple((e.id if isinstance(e, ast.Name) else None, self.loc(e)) for e in parts)))
         return tuple(out)
-
-
-def smallest(file: str, span: TextSpan, kinds: tuple[type[ast.AST], ...]) -> ast.AST | None:
-    """The innermost node of one of the kinds that contains the span."""
-    tree = tree_of(file)
-    hits = [n for n in ast.walk(tree) if isinstance(n, kinds) and within(span, span_of(n))] if tree else []
-    return min(hits, key=lambda n: (span_of(n)[2] - span_of(n)[0], span_of(n)[3] - span_of(n)[1]), default=None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
-from optgen.base.errors import UserError, did_you_mean, insisted
+from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc
 from optgen.ir.node import Node, loads, postorder
 from optgen.ir.program import Let
@@ -350,12 +350,12 @@ class Spec:
         # States before a `/` go by position.
         named, code = {name: x for name, x in values.items() if name not in hidden}, self.function.__code__
         before = [named.pop(name) for name in code.co_varnames[len(first) : code.co_posonlyargcount]]
-        with insisted():
-            result = self.function(*first, *before, **named)
+        result = self.function(*first, *before, **named)
         parts = result if isinstance(result, tuple) else (result,)
         if len(parts) != len(self.order):
             place = self.source.loc(self.source.returns[0][0])
-            raise UserError("E122", loc=place, name=self.name, want=len(self.order), got=len(parts))
+            want, got = ", ".join(self.order), f"{len(parts)} values"
+            raise UserError("E120", loc=place, name=self.name, want=want, got=got)
         new = dict(zip(self.order, parts, strict=True))
         for name, count in fed.items():
             new |= {name: values[name], count: values[count] * floor(0.5 * values[count])}  # 1 -> 0, 2 stays

@@ -10,26 +10,17 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from optgen.base.errors import UserError, did_you_mean, insisted, said
+from optgen.base.errors import UserError, did_you_mean, said
 from optgen.base.loc import Loc, of_frame
 from optgen.ir import node as ir
 from optgen.ir.node import Node
 from optgen.ir.program import Let
 from optgen.lang.declare import HyperDecl
 from optgen.lang.draws import DRAWN
-from optgen.lang.refusals import MODULES, NO_TENSORS, called, indexed, instead_of, missing, of_module
 from optgen.lang.source import SpecSource, Statement
 from optgen.lang.spec import Spec, Trace
 from optgen.lang.values import LIBRARIES, TRACED, Absent, Value, author_loc
 from optgen.ops import dtypes, spaces
-
-_REMEDY = {
-    "row": "reduce it with row_mean(), row_sum() or row_max()",
-    "col": "reduce it with col_mean(), col_sum() or col_max()",
-    "mat": "reduce it with mat_mean(), mat_norm() or mat_max()",
-    "tensor": "reduce it with mean(), norm() or amax()",
-    "host": "a host state depends on hyper-parameters and t only",
-}
 
 
 class Tracer:
@@ -121,7 +112,10 @@ def _read(spec: Spec, flags: Mapping[str, bool], marks: Iterable[int | None] = (
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise _of_python(error, spec.loc, spec) from error
+        text = next(iter(said(error).splitlines()), "")
+        hint = {"hint": _name_meant(error.name, spec)} if isinstance(error, NameError) and error.name else {}
+        place = _raised_at(error, spec.loc)
+        raise UserError("E131", loc=place, kind=type(error).__name__, text=text, **hint) from error
     finally:
         TRACED.reset(traced)
         DRAWN.reset(drawn)
@@ -129,7 +123,7 @@ def _read(spec: Spec, flags: Mapping[str, bool], marks: Iterable[int | None] = (
     places = {name: loc for _, parts in spec.source.returns for name, loc in parts}
     for name, given in values.items():
         if isinstance(given, Absent) and not isinstance(new[name], Absent):
-            raise UserError("E123", loc=places[name], name=name, when=given.when)
+            raise UserError("E105", loc=places[name], name=name, when=given.when)
     trace = Trace(
         tuple(tracer.lets),
         _returned("p", new, spaces.elem, places),
@@ -152,22 +146,11 @@ def _option_values(hypers: Iterable[HyperDecl], value: Callable[[Node], Value]) 
 def _returned(name: str, new: Mapping[str, Any], space: spaces.Space, places: Mapping[str | None, Loc]) -> Node:
     """Return the node of what a rule returned as `name`; raise UserError unless it is one fp32 number per entry."""
     got = new[name]
-    if not isinstance(got, Value):
-        raise UserError("E124", loc=places[name], name=name, got=f"{type(got).__name__} {got!r}")
-    if got.node.space != space:
-        both = (space, got.node.space)
-        if not spaces.MATRICES.isdisjoint(x.name for x in both):
-            shapes = [f"a matrix of {spaces.shown(x)}" if spaces.dims(x) else f"{x} values" for x in both]
-            raise UserError("E206", loc=places[name], function=f"`{name}`", want=shapes[0], got=shapes[1])
-        remedy = _REMEDY.get(space.name, "compute it from p, g or the states")
-        raise UserError("E203", loc=places[name], name=name, want=space, got=got.node.space, remedy=remedy)
-    if got.node.dtype is not dtypes.f32:
-        raise UserError("E204", loc=places[name], name=name, got=got.node.dtype)
-    return got.node
-
-
-_GOES = "its text goes into the generated class, where torch tensors are put in"
-_PLAIN = "write it with operators of p, element-wise states and hyper-parameters: p + (1 - 1 / betas[0]) * (z - p)"
+    node = got.node if isinstance(got, Value) else None
+    if node is None or node.space != space or node.dtype is not dtypes.f32:
+        shown = f"{type(got).__name__} {got!r}" if node is None else f"{spaces.shown(node.space)} of {node.dtype}"
+        raise UserError("E124", loc=places[name], name=name, got=shown, want=f"{spaces.shown(space)} of f32")
+    return node
 
 
 def check_weights(
@@ -180,78 +163,28 @@ def check_weights(
     loads = {"p": True, **states}
     kept = [Value(ir.load(x, dtypes.f32, spaces.elem) if elem else ir.sym(x)) for x, elem in loads.items()]
     try:
-        with insisted():
-            weights = function(*kept, **_option_values(hypers, Value))
-    except UserError as error:
-        if error.code in ("E101", "E102"):  # what a rule has instead, generated code does not
-            error.note, error.hint = _GOES, _PLAIN
-        raise
+        weights = function(*kept, **_option_values(hypers, Value))
     except (Exception, SystemExit) as error:
-        raise _of_python(error, source.head, _PLAIN) from error
-    why = ""
-    if not isinstance(weights, Value):
-        why = f"it returns {type(weights).__name__} {weights!r}"
-    elif weights.node.space != spaces.elem or weights.node.dtype is not dtypes.f32:
-        kind = "conditions" if weights.node.dtype is not dtypes.f32 else f"a value in space {weights.node.space}"
-        why = f"it returns {kind}, not one number per element"
-    if why:
+        place, text = _raised_at(error, source.head), next(iter(said(error).splitlines()), "")
+        raise UserError("E127", loc=place, name=source.name, why=text.partition("]: ")[2] or text) from error
+    node = weights.node if isinstance(weights, Value) else None
+    if node is None or node.space != spaces.elem or node.dtype is not dtypes.f32:
+        why = f"it returns {type(weights).__name__ if node is None else node.space}, not one number per element"
         raise UserError("E127", loc=source.head, name=source.name, why=why)
 
 
-def _of_python(error: BaseException, default: Loc, spec: Spec | str) -> UserError:
-    """Return the error for an exception that Python raised while a function of the author's was read.
-
-    default  its place where no other is found
-    spec     the rule, in which names are looked for; or what to write instead
-    """
-    place = _raised_at(error, default)
-    text = next(iter(said(error).splitlines()), "")
-    hint = spec if isinstance(spec, str) else _meant(error, place, spec)
-    return UserError("E131", loc=place, kind=type(error).__name__, text=text, hint=hint)
-
-
-def _meant(error: BaseException, place: Loc, spec: Spec) -> str:
-    """Return a hint at what to write instead, as far as an error of Python's says it."""
-    name, written = called(place)
-    if isinstance(error, NameError) and error.name:
-        return _name_meant(error.name, place, spec)
-    if isinstance(error, IndexError):
-        name = indexed(place)
-        parts = next((len(h.values) for h in spec.hypers if h.name == name), 0)
-        return f"`{name}` has {parts} parts, as many as its default: {name}[0] to {name}[{parts - 1}]" if parts else ""
-    if str(error) == "'Spec' object is not callable":
-        return "a rule that goes around another one is a wrapper: def outer(rule, p, g, ...) under @wrapper()"
-    if isinstance(error, AttributeError) and (hint := missing(error.name or "")):
-        return hint
-    if ours := instead_of(name):
-        return ours
-    if isinstance(error, AttributeError) and isinstance(error.obj, Value):
-        return "values have operators, no methods; functions are those of optgen.lang: 0.9 * m + 0.1 * g, sqrt(m)"
-    return NO_TENSORS if written.startswith(MODULES) else ""
-
-
-def _name_meant(name: str, place: Loc, spec: Spec) -> str:
+def _name_meant(name: str, spec: Spec) -> str:
     """Return a hint at what to write instead of a name that stands for nothing."""
     ours = sys.modules["optgen.lang"].__dict__["__all__"]
-    function, written = called(place)
     if name in ours:
         return f"from optgen.lang import {name}"
-    if name in ("t", "step") and not spec.takes_step:
+    if name in ("t", "step"):
         return f"the step is a parameter of the spec: def {spec.name}(p, g, t, ...)"
-    if written.split(".")[0] == name and (meant := instead_of(function)):
-        return meant
-    if of_module(place, name):
-        return NO_TENSORS if written.startswith(MODULES) and written.startswith(f"{name}.") else f"import {name}"
-    is_called = written == name
-    declared = [*spec.order, "g", *(h.name for h in spec.hypers), *(f.name for f in spec.flags)]
-    near = did_you_mean(name, ours if is_called else declared)
+    options = [*(h.name for h in spec.hypers), *(f.name for f in spec.flags)]
+    near = did_you_mean(name, [*spec.order, "g", *options, *ours])
     if near.startswith("did you mean"):
         return near
-    if is_called:
-        return "define it above, or import it"
     return f"what the caller chooses is declared after the `*` of the signature: {name}=hyper(...)"
-
-
 
 
 def _raised_at(error: BaseException, default: Loc) -> Loc:

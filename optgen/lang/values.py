@@ -14,7 +14,6 @@ A reading is an object with one method per primitive; `reader_of` picks it from 
 from __future__ import annotations
 
 import math
-import operator
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -27,15 +26,11 @@ from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.ir import node as ir
 from optgen.ir.node import Node
-from optgen.lang import refusals
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.prims import PRIMS, Prim, symbol
 
 Num = Any  # Value | Tensor | sympy.Basic | float: whatever a reader reads
-
-
-_ONE = "a spec states the rule for one element; reductions such as row_mean() reach others"
 
 
 def author_loc() -> Loc:
@@ -63,17 +58,17 @@ def _operator(op: str, swapped: bool = False) -> Callable[..., Value]:
     return method
 
 
-def _refused(refusal: Callable[[Loc], UserError]) -> Callable[..., Any]:
-    """Return a method that raises the error which `refusal` makes for the place of the operation."""
+def _refused(what: str, instead: str = "", code: str = "E102") -> Callable[..., Any]:
+    """Return a method that raises the error for something of Python's that values do not have.
+
+    instead  what to write; by default the hint of the code
+    """
+    hint = {"hint": instead} if instead else {}
 
     def method(self: Value, *_: object, **__: object) -> Any:
-        raise refusal(author_loc())
+        raise UserError(code, loc=author_loc(), what=what, **hint)
 
     return method
-
-
-def _missing(what: str, hint: str) -> Callable[..., Any]:
-    return _refused(lambda loc: UserError("E102", loc=loc, what=what, hint=hint))
 
 
 class Value:
@@ -116,61 +111,22 @@ class Value:
             return _op("pow", self, e)
         if not isinstance(e, (int, float)):
             return _op("power", self, e)
-        if not math.isfinite(_float(e)):
+        if not math.isfinite(e):
             raise UserError("E104", loc=author_loc(), got=f"the exponent {e}", hint="an exponent is a finite number")
         return raised(self, e) if e else Value(ir.const(1.0), self.record)
 
     # -- what a value refuses to do
-    def __eq__(self, o: object) -> bool:
-        raise refusals.compared(author_loc(), "==", self._asked if _is_zero(o) else "")
-
-    def __ne__(self, o: object) -> bool:
-        raise refusals.compared(author_loc(), "!=", self._asked if _is_zero(o) else "")
-
-    def __bool__(self) -> bool:
-        raise refusals.truth(author_loc(), self._asked, self.node.dtype is dtypes.boolean)
-
-    @property
-    def _asked(self) -> str:
-        """The name of the hyper-parameter that this is, or is compared with 0; "" of anything else."""
-        node = self.node
-        if node.op == "lt" and ir.is_const(node.args[0], 0.0):
-            node = node.args[1]
-        return str(node.attr) if node.op == "sym" and node.attr != "step" else ""
-
-    __float__ = _refused(lambda loc: refusals.number(loc, "float()"))
-    __int__ = __index__ = _refused(lambda loc: refusals.number(loc, "int()"))
-    __floordiv__ = __rfloordiv__ = _missing("//", "use floor(a / b), floor from optgen.lang")
-    __mod__ = __rmod__ = _missing("%", "use a - b * floor(a / b), floor from optgen.lang")
-    __round__ = _missing("round()", "use rint(x) from optgen.lang")
-    __getitem__, __setitem__ = _missing("x[...]", _ONE), _missing("x[...] =", _ONE)
-    __len__, __iter__ = _refused(refusals.length), _refused(refusals.iteration)
-    __array_function__ = _refused(refusals.foreign)
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **_: Any) -> Any:
-        """NumPy's numbers are numbers where operators meet them; its arrays and functions are refused."""
-        apply = _OPERATORS.get(ufunc.__name__)
-        if apply is None or method != "__call__":
-            raise refusals.foreign(author_loc())
-        for x in inputs:
-            if getattr(x, "shape", ()):
-                raise UserError("E104", loc=author_loc(), got=f"an array of shape {x.shape}")
-        return apply(*(x.item() if hasattr(x, "item") else x for x in inputs))
+    __bool__ = _refused("a condition", code="E101")
+    __eq__, __ne__ = _refused("==", "equal(a, b) of optgen.lang"), _refused("!=", "~equal(a, b), equal of optgen.lang")
+    __float__ = __int__ = __index__ = _refused("a function of numbers")
+    __floordiv__ = __rfloordiv__ = _refused("//", "floor(a / b), floor of optgen.lang")
+    __mod__ = __rmod__ = _refused("%", "a - b * floor(a / b), floor of optgen.lang")
+    __round__ = _refused("round()", "rint(x) of optgen.lang")
+    __getitem__ = __setitem__ = __len__ = __iter__ = _refused("an index, a loop or a length")
+    __array_ufunc__ = None  # numbers of NumPy leave operators to values, and its functions take none
 
     def __repr__(self) -> str:
         return f"Value({self.node!r})"
-
-
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
-    "power": operator.pow, "less": operator.lt, "less_equal": operator.le, "greater": operator.gt,
-    "greater_equal": operator.ge,
-}  # fmt: skip
-"""NumPy's names of what it makes of an operator."""
-
-
-def _is_zero(x: object) -> bool:
-    return isinstance(x, (int, float)) and x == 0
 
 
 class Absent:
@@ -207,17 +163,8 @@ def lift(x: Num, like: DType = dtypes.f32) -> Node:
     if isinstance(x, (int, float)):
         if like.is_int:
             return ir.const(int(x), like)
-        return ir.const(_float(x), dtypes.f32)
-    text = repr(x).partition("\n")
-    raise UserError("E104", loc=author_loc(), got=f"{type(x).__name__} {text[0]}{text[1] and ' ...'}")
-
-
-def _float(x: float) -> float:
-    try:
-        return float(x)
-    except OverflowError as error:  # a whole number of hundreds of digits: too long to be shown
-        got, hint = f"a whole number of {int(x).bit_length()} bits", "1e308 is about the largest there is"
-        raise UserError("E104", loc=author_loc(), got=got, note="host scalars are fp64", hint=hint) from error
+        return ir.const(float(x), dtypes.f32)
+    raise UserError("E104", loc=author_loc(), got=f"a {type(x).__name__}")
 
 
 def _check_numbers(nodes: list[Node]) -> None:

@@ -1,7 +1,0 @@
-from optgen.lang import hyper, optimizer
-
-
-@optimizer(cite="nobody")
-def decayed(p, g, *, lr=hyper(1e-3, ge=0), weight_decay=hyper(0.0, ge=0)):
-    p = p - lr * (g + weight_decay * p if weight_decay > 0 else g)
-    return p

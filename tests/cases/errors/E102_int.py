@@ -1,8 +1,0 @@
-from optgen.lang import hyper, optimizer, state
-
-
-@optimizer(cite="nobody")
-def truncated(p, g, m=state(), *, lr=hyper(1e-3, ge=0)):
-    m = 0.9 * m + g
-    p = p - lr * int(m)
-    return p, m

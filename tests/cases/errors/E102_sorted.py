@@ -1,9 +1,0 @@
-from optgen.lang import hyper, optimizer, state
-
-
-@optimizer(cite="nobody")
-def mistaken(p, g, m=state(), *, lr=hyper(1e-3, ge=0)):
-    m = 0.9 * m + g
-    least, most = sorted([m, g])
-    p = p - lr * (most - least)
-    return p, m

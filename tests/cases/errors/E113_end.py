@@ -1,7 +1,0 @@
-from optgen.lang import hyper, optimizer
-
-
-@optimizer(cite="nobody")
-def worded(p, g, *, lr=hyper(1e-3, ge="0")):
-    p = p - lr * g
-    return p

@@ -1,9 +1,0 @@
-from optgen.lang import flag, hyper, optimizer, state
-
-
-@optimizer(cite="nobody")
-def at_times(p, g, m=state(), *, lr=hyper(1e-3, ge=0), k=hyper(2.5, ge=1), sync=flag(every="k")):
-    m = m + g
-    if sync:
-        p = p - lr * m
-    return p, m

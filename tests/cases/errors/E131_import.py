@@ -1,8 +1,0 @@
-from optgen.lang import hyper, optimizer, state
-
-
-@optimizer(cite="nobody")
-def unimported(p, g, m=state(), *, lr=hyper(1e-3, ge=0)):
-    m = 0.9 * m + sqrt(abs(g))  # noqa: F821
-    p = p - lr * m
-    return p, m

@@ -1,8 +1,0 @@
-from optgen.lang import hyper, optimizer, state
-
-
-@optimizer(cite="nobody")
-def guarded(p, g, m=state(), *, lr=hyper(1e-3, ge=0)):
-    m = 0.9 * m + g
-    p = p - lr * m / (abs(g) + 1e-50)
-    return p, m

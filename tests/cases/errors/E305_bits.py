@@ -1,3 +1,0 @@
-from optgen.formats import Blocked
-
-nine = Blocked(9, 64)

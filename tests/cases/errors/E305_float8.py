@@ -1,3 +1,0 @@
-from optgen.formats import Fp8
-
-narrow = Fp8("e3m4")

@@ -1,3 +1,0 @@
-from optgen.formats import LogMax
-
-worded = LogMax(octaves="2")

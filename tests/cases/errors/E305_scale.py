@@ -1,3 +1,0 @@
-from optgen.formats import Blocked
-
-worded = Blocked(scale="ue8m8")

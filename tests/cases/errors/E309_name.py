@@ -1,3 +1,0 @@
-from optgen.formats import Plan
-
-named = Plan("Elsewhere.", name="../elsewhere")

@@ -1,3 +1,0 @@
-from optgen.formats import codebooks
-
-wide = codebooks.dynamic(bits=16)

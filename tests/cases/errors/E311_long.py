@@ -1,3 +1,0 @@
-from optgen.formats import Codebook, codebooks
-
-narrow = Codebook(codebooks.dynamic(), 4)

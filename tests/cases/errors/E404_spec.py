@@ -1,5 +1,0 @@
-from optgen.driver.load import find_spec
-
-
-def case():
-    find_spec("adamv")

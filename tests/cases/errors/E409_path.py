@@ -1,7 +1,0 @@
-from optgen.driver.new import new
-
-FILES = {"specs/mine.py": ""}
-
-
-def case():
-    new("../mine")

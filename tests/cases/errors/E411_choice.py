@@ -1,5 +1,0 @@
-from optgen.driver.cli import _choice
-
-
-def case():
-    _choice("--maths", "fats", ("strict", "fast"))

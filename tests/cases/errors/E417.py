@@ -1,5 +1,0 @@
-from optgen.driver.checkpoints import verify
-
-
-def case():
-    verify("run.pt")
