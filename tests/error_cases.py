@@ -60,6 +60,7 @@ TEXTS = {
     "E103_bool": plain("p - lr * g * (g > 0)"),
     "E103_condition": plain("p - lr * where(g, 1.0, 0.0)"),
     "E103_draw": plain('p - lr * where(uniform(0, "row") < 0.5, g, 0.0)'),
+    "E103_key": plain("p - lr * normal(g, lr)", head='@optimizer(matrix="heads")'),
     "E103_matrix": plain("p - lr * inverse_root(g @ g.T, norm(g)) @ g", head='@optimizer(matrix="heads")'),
     "E103_tight": plain("p - lr * where(p > 0 & g > 0, g, 0.0)"),
     "E104_exponent": plain('p - lr * abs(g) ** float("inf")'),
@@ -139,6 +140,10 @@ TEXTS = {
     # a rule as a whole
     "E128_global": "SEEN = []\n\n\n" + rule("SEEN.append(1)\nm = m + len(SEEN) * g"),
     "E129_blocks": plain("p - lr * newton_schulz(g)", head='@optimizer(matrix="blocks")'),
+    "E129_half": rule(
+        "if matrix:\n    g = inverse_root(g @ p.T, 2) @ g", f"p, g, *, {MATRIX}", "p = p - lr * g\nreturn p",
+        '@optimizer(matrix="heads")',
+    ),
     "E129_vector": plain("p - lr * newton_schulz(g)", head='@optimizer(matrix="heads")'),
     "E131_column": plain("p - é * g").replace("    p = ", "    é = lr * learning\n    p = "),
     "E131_exit": rule("raise SystemExit('no further')"),

@@ -9,6 +9,7 @@ from typing import Any
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.ir.node import Node, postorder
+from optgen.lang import matrices
 from optgen.lang.declare import Declaration, StateDecl, flags_in
 from optgen.lang.probe import probe
 from optgen.lang.spec import Spec, Trace, start
@@ -48,10 +49,27 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
         remedy = 'write matrix="heads", under which each block of rows is a matrix, or matrix="first"'
         raise UserError("E129", loc=place, function=_called(node), why=why, remedy=remedy)
     scalars = node.args[CALLS[node.attr] :] if node.op == "call" else ()
+    if node.attr in ("normal", "uniform", "bjorck") and not _is_whole(spec, scalars[0]):
+        hint = "floor(x) is whole, and a hyper-parameter with whole=True"
+        raise UserError("E103", loc=place, function=_called(node), want="a whole number", got="another", hint=hint)
     for x in scalars:
         if x.space != spaces.host and x.op != "extent":
             want, hint = "host scalars beside its matrices", "host scalars depend on hyper-parameters and t only"
             raise UserError("E103", loc=place, function=_called(node), want=want, got=spaces.shown(x.space), hint=hint)
+
+
+def _is_whole(spec: Spec, x: Node) -> bool:
+    """Return True if a number has no fraction, whatever the hyper-parameters are; of host states if they begin so."""
+    if x.op == "sym":
+        whole = {part for h in spec.hypers if h.whole for part in h.parts}
+        return x.attr in {"step", *whole, *(s.name for s in spec.host_states if s.init.is_integer())}
+    if x.op == "const":
+        return float(x.attr).is_integer()
+    terms = x.args[1:] if x.op == "where" else x.args
+    return x.op in ("floor", "rint", "extent") or x.op in _WHOLE and all(_is_whole(spec, a) for a in terms)
+
+
+_WHOLE = frozenset("add sub mul neg abs min max where".split())
 
 
 def _called(node: Node) -> str:
@@ -90,13 +108,16 @@ def _lacks(state: StateDecl, x: Any) -> Any:
 
 
 def _check_traits(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
-    """Raise UserError E143 for a matrix state that loses its trait in two steps in fp64, from random values with it.
+    """Raise UserError E143 for a matrix state that loses its trait in two steps in fp64, from random values with it,
+    and E129 for operands of functions that take a trait for granted.
 
     What newton_schulz takes part in is rounded to bf16 and not judged.
     """
+    halves = [n for n in postorder([trace.p, *trace.states.values()]) if n.attr in matrices.HALVES]
+    checked = bool(halves) and all(map(_is_exact, halves))
     of_sides = [s for s in spec.present(flags) if s.trait in _LACKS]
     judged = [(s, new) for s in of_sides if (new := trace.states[s.name]).op != "load" and _is_exact(new)]
-    for step, kept in _two_steps(spec, flags, of_sides) if judged else ():
+    for step, kept in _two_steps(spec, flags, of_sides, checked) if judged or checked else ():
         for s, new in judged:
             if off := _off(_lacks(s, kept[s.name]), kept[s.name]):
                 place = trace.places.get(new.uid, s.loc)
@@ -114,10 +135,10 @@ def _is_exact(node: Node) -> bool:
 
 
 def _two_steps(
-    spec: Spec, flags: Mapping[str, bool], of_sides: Sequence[StateDecl]
+    spec: Spec, flags: Mapping[str, bool], of_sides: Sequence[StateDecl], checked: bool
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the states of two steps of a random matrix from random states that have their traits; fewer
-    where a decomposition fails."""
+    where a decomposition fails.  Operands of functions of matrices are `checked`."""
     import torch
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -130,10 +151,13 @@ def _two_steps(
     has["orthogonal"] = lambda x: (lambda u, _, v: u @ v)(*torch.linalg.svd(x, full_matrices=False))
     kept = {s.name: has[s.trait](drawn(*start(s, p, hypers).shape)) for s in of_sides}
     for step in (1, 2):
+        around = matrices.CHECKED.set(checked)
         try:
             p, kept, host = spec.evaluate(p, drawn(5, 7), step, kept, host, **flags)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             return
+        finally:
+            matrices.CHECKED.reset(around)
         yield step, kept
 
 

@@ -7,6 +7,7 @@ in fp32.  newton_schulz takes its products in bf16.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from optgen.base.errors import UserError
@@ -17,6 +18,13 @@ from optgen.ops import spaces
 from optgen.runtime.records import keys, series
 
 Triple = tuple[Num, Num, Num]
+
+CHECKED: ContextVar[bool] = ContextVar("CHECKED", default=False)
+"""True while a rule is checked on random matrices: what reads one half of a matrix refuses others."""
+
+HALVES = ("eigenvectors", "inverse_root", "norm_lower_bound", "orthogonal_iteration", "solve_triangular")
+"""Functions that read one half of a matrix alone, as of a symmetric or a triangular one."""
+
 
 def newton_schulz(
     x: Num,
@@ -253,10 +261,22 @@ def _call(name: str, operands: tuple[Num, ...], numbers: Sequence[Num] = (), sai
     if type(x).__module__.startswith("torch"):
         from optgen.runtime.reference import matrices
 
+        if CHECKED.get() and name in HALVES:
+            _check_half(name, operands, numbers)
         return getattr(matrices, name)(*operands, *numbers).to(x.dtype).as_subclass(type(x))
     import sympy
 
     return sympy.Function(name)(x)
+
+
+def _check_half(name: str, operands: tuple[Any, ...], numbers: Sequence[Any]) -> None:
+    """Raise UserError E129 for a matrix of which the half that is not read differs."""
+    x = operands[name == "solve_triangular"]
+    lacks = x - x.mT if x is operands[0] else x.tril(-1) if numbers[0] else x.triu(1)
+    if lacks.abs().max() > 1e-6 * x.abs().max():
+        why = "it reads one half of its operand, and the other one differs"
+        remedy = "(x + x.T) / 2 is symmetric, as is gram(x), and triangle(x) is upper triangular"
+        raise UserError("E129", loc=author_loc(), function=f"{name}()", why=why, remedy=remedy)
 
 
 def _rounds(given: str | Triple | Sequence[Triple]) -> tuple[int, Sequence[Sequence[Num]]]:
