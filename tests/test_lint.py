@@ -15,14 +15,14 @@ from optgen.driver.memory import memory
 
 from optgen.formats import (  # isort: skip
     Blocked, Codebook, Factored, Field, Format, Fp8, LogMax, LogMinMax, Noise, Plan, Rank1, codebooks, f16, f32,
-    floats, fp16, linear, measured, softsign, ue7m9,
+    floats, fp16, linear, measured, softsign, ue7m9, words,
 )  # fmt: skip
 from optgen.formats import bf16 as plain_bf16
 from optgen.formats.companders import HALF
 from optgen.formats.fp8 import numbers
 from optgen.lang import Spec, col_mean, exp, flag, hyper, optimizer, row_mean, scalar, sqrt, state, where
 from optgen.lang.declare import StateDecl
-from optgen.lang.values import Num
+from optgen.lang.values import Num, bits, from_bits
 from optgen.lang.wrappers import cautious, ema, gpa
 from optgen.ops import dtypes, spaces
 from optgen.verify import bounds, lint
@@ -159,10 +159,19 @@ class WholeTensor(Blocked):
         return super().encode(x, **kw)  # type: ignore[arg-type]
 
 
+class Again(Blocked):
+    """A format that looks for a block's largest once more, in units of what it was."""
+
+    def encode(self, x: Num, **kw: Any) -> dict[str, Num]:
+        return super().encode(x / from_bits(words.block_top(bits(abs(x)), self.block)), **kw)
+
+
 def test_formats_of_others_are_looked_at_from_outside() -> None:
     assert codes(Offset(8, 64, rounding="stochastic"), EMA9) == ["L3"]
     with pytest.raises(UserError, match="E305"):
         codes(WholeTensor(8, 64, rounding="stochastic"), EMA9)
+    with pytest.raises(UserError, match=r"E305.*by what it has found of that block"):
+        codes(Again(8, 64, rounding="stochastic"), EMA9)
     assert codes(Own(), Recurrence("max", 1.0), nonneg=True) == ["L9"]
     assert codes(StillOwn(), Recurrence("max", 1.0), nonneg=True) == []
     assert codes(Own(), EMA999, nonneg=True) == ["L2"]

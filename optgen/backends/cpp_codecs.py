@@ -229,21 +229,28 @@ def _encoder(codec: CodecText, step: Step, struct: str, fields: str) -> list[str
     loops = [_Loop(plan, k, block) for k in range(len(plan.phases))]
     simple = len(loops) == 1 and not plan.phases[0].blocks  # one loop without blocks' values
     constants = [f"{name} = {n}" for name, n in _constants(plan, loops, given).items() if _CODEC[name] != n]
-    members = [f"static constexpr int {', '.join(constants)};"] if constants else []
-    members += ["static constexpr bool ROOTED = true;"] if rooted else []
     found = [f"{plan.name[n.uid]}_kept[most_of({block}) / {block}]" for loop in loops for n in loop.phase.reductions]
-    members += [f"I {', '.join(found)};"] if found else []
-    new = [f"*__restrict new_{x}_at" for x in codec.given]  # values of rows and columns: the new ones
-    members += [f"const float {', '.join(new)};"] if new else []
+    members = _data(constants, rooted, found, codec.given)
     members += [""] if members else []
-    members.append(_constructor(struct, fields, codec.given) if new else f"using {fields}::{fields};")
+    members.append(_constructor(struct, fields, codec.given) if codec.given else f"using {fields}::{fields};")
     members += [] if simple else ["using Codec::blocks, Codec::head, Codec::tail;"]
     scalars = _scalar_lines(plan, step)
     for loop in loops:
         members += loop.lines(scalars, simple)
-    if packed := [b for b in _buffers(codec) if b.dtype.packed]:
-        members += _pack_codes(packed)
+    members += _pack_codes([b for b in _buffers(codec) if b.dtype.packed])
     return [f"struct {struct} : {fields} {{", *(f"    {x}" if x else "" for x in members), "};"]
+
+
+def _data(constants: Sequence[str], rooted: bool, found: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Return the members that are data.
+
+    found  arrays of what is found of each block
+    new    names of the values of rows and columns that encoding reads: the new ones
+    """
+    out = [f"static constexpr int {', '.join(constants)};"] if constants else []
+    out += ["static constexpr bool ROOTED = true;"] if rooted else []
+    out += [f"I {', '.join(found)};"] if found else []
+    return out + ([f"const float {', '.join(f'*__restrict new_{x}_at' for x in new)};"] if new else [])
 
 
 def _constants(plan: _CodecPhases, loops: Sequence[_Loop], given: Node) -> dict[str, int]:
@@ -256,8 +263,10 @@ def _constants(plan: _CodecPhases, loops: Sequence[_Loop], given: Node) -> dict[
     }
 
 
-def _pack_codes(packed: Iterable[Buffer]) -> list[str]:
-    """Return the function that packs the codes of a tile."""
+def _pack_codes(packed: Sequence[Buffer]) -> list[str]:
+    """Return the function that packs the codes of a tile; nothing where there are none to pack."""
+    if not packed:
+        return []
     texts = [f"no_codes<BLOCK>({b.name}_at, blocks, live);" for b in packed]
     texts += [f"pack<{b.dtype.bits}>({b.name}_packed, {b.name}_at, BLOCK * blocks);" for b in packed]
     head = "template <int BLOCK> void pack_codes(int blocks, const int *live) {"

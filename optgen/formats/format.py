@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol
@@ -280,6 +280,22 @@ class Format(ABC):
         return []
 
 
+def _encoding(fmt: Format, x: Value) -> tuple[ir.Node, ...]:
+    """Return the operations of encoding x."""
+    root, word = Value(ir.load("root", dtypes.f32, spaces.elem)), Value(ir.load("word", dtypes.i32, spaces.elem))
+    noise = Noise(word, 0, fmt.noise_bits) if fmt.noise_bits else None
+    parts = fmt.encode(x, noise=noise, root=root if fmt.relative else None)
+    return ir.postorder([p.node for p in parts.values()])
+
+
+def _rounds(nodes: Iterable[ir.Node]) -> int:
+    """Return how many reductions of a block follow from one another."""
+    rounds: dict[int, int] = {}
+    for n in nodes:
+        rounds[n.uid] = max((rounds[a.uid] for a in n.args), default=0) + (n.op in ("block_max", "block_min"))
+    return max(rounds.values())
+
+
 @lru_cache(maxsize=1024)
 def wide_reductions(fmt: Format) -> tuple[str, ...]:
     """Return the names of reductions over more than a block that encoding needs.
@@ -288,21 +304,15 @@ def wide_reductions(fmt: Format) -> tuple[str, ...]:
     of either sign has no scale per row, which is a maximum of abs(x).  And for a reduction of a block that needs
     another one of it: kernels go over a block twice.
     """
-    x, root = (Value(ir.load(name, dtypes.f32, spaces.elem)) for name in ("x", "root"))
-    word = Value(ir.load("word", dtypes.i32, spaces.elem))
-    noise = Noise(word, 0, fmt.noise_bits) if fmt.noise_bits else None
-    parts = fmt.encode(x, noise=noise, root=root if fmt.relative else None)
-    nodes = ir.postorder([p.node for p in parts.values()])
-    rounds: dict[int, int] = {}
-    for n in nodes:
-        rounds[n.uid] = max((rounds[a.uid] for a in n.args), default=0) + (n.op in ("block_max", "block_min"))
+    x = Value(ir.load("x", dtypes.f32, spaces.elem))
+    nodes = _encoding(fmt, x)
     wide = [n for n in nodes if n.op in REDUCTIONS]
     of_others = any(n.args[0].space == spaces.elem and n.args[0] is not x.node for n in wide)
     if of_others or (wide and fmt.signed) or any(n.space == spaces.tensor for n in wide):
         what = f"{type(fmt).__name__}, whose encoder reduces the tensor, signed values or others than x,"
         want = "row_max(x), col_max(x), row_mean(x) or col_mean(x) of states that are never negative, or blocks"
         raise UserError("E305", loc=getattr(fmt, "loc", None), what=what, want=want)
-    if max(rounds.values()) > 1:
+    if _rounds(nodes) > 1:
         what = f"{type(fmt).__name__}, whose encoder reduces a block by what it has found of that block,"
         raise UserError("E305", loc=getattr(fmt, "loc", None), what=what, want="reductions of x or of x / root")
     return tuple(sorted({n.op for n in wide}))
