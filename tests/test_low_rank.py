@@ -131,29 +131,6 @@ def test_numbers_are_normal_and_uniform() -> None:
     assert y.max() < 1
 
 
-def test_ranks_are_checked() -> None:
-    cls, p = optgen.compile(sketched, "fp32"), nn.Parameter(drawn(6, 10))
-    for wrong in (0, -1, 2.5, math.nan, math.inf):
-        with pytest.raises(ValueError, match="rank must be a whole number >= 1, got"):
-            cls([p], rank=wrong)
-    opt = cls([p], rank=3)
-    p.grad = drawn(6, 10, seed=1)
-    opt.step()
-    opt.param_groups[0]["rank"] = 2
-    with pytest.raises(RuntimeError, match=r"low: expected float32 \[2, 10\], got float32 \[3, 10\]"):
-        opt.step()
-    opt.param_groups[0]["rank"] = 3
-    opt.step()
-    wrong_rank = copy.deepcopy(opt.state_dict())
-    wrong_rank["param_groups"][0]["rank"] = 2
-    with pytest.raises(ValueError, match=r"low: expected .*\[2, 10\]"):
-        cls([p], rank=3).load_state_dict(wrong_rank)
-    other = cls([p], rank=5)
-    other.load_state_dict(opt.state_dict())
-    assert other.param_groups[0]["rank"] == 3
-    other.step()
-
-
 # -- rules
 
 STEPS, LR, GAP = 50, 0.01, 7

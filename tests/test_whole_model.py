@@ -317,13 +317,3 @@ def test_rules_of_matrices_are_their_oracles(name: str, options: dict[str, Any])
         }[next(iter(options), name) if name == "scion" else name]
         assert (own - x).abs().max() <= 12 * (hypers["lr"] * size * rounding + 2 * ULP * x.abs().max())
         assert (own - x).abs().median() <= 12 * 4 * ULP * x.abs().max()
-
-
-def test_what_is_no_matrix_takes_adamw() -> None:
-    cls = compiled("muon")
-    follow(
-        lambda ps: torch.optim.AdamW(ps, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1),
-        lambda ps: cls(ps, plan="fp32", lr=0.02, adamw=True),
-        ((30,), (4, 3, 5), (6, 2, 3, 3), (), (20, 30)),
-        10,
-    )
