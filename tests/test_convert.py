@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from optgen import cast_model, load_checkpoint, save_checkpoint
 from optgen.base.errors import UserError
-from optgen.convert import packages
 from optgen.driver import cli
 from optgen.driver.checkpoints import convert, verify
-from optgen.optim import SGD, AdamW
+from optgen.optim import AdamW
 from optgen.runtime.checkpoint import container
 from tests.harness import python
 from tests.training import bits, states, train
@@ -192,37 +191,6 @@ def test_from_fp32_torch_to_a_16_bit_model(tmp_path: Path) -> None:
         assert bits(again.master_weights()) == bits(opt.master_weights())
 
 
-WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no dict of states": (lambda s: s["state"].update({0: [1]}), "expected a dict of states, got [1]"),
-    "no values": (lambda s: s["state"][0].update(exp_avg=torch.ones(70, 64, device="meta")), "a tensor with values"),
-    "another shape": (lambda s: s["state"][0].update(exp_avg=torch.ones(64, 70)), "expected float32 [70, 64], got"),
-    "an option": (lambda s: s["param_groups"][0].update(lr="fast"), "lr must be a number, got 'fast'"),
-    "a flag": (lambda s: s["param_groups"][0].update(amsgrad="yes"), "amsgrad must be True or False, got 'yes'"),
-    "NaN": (lambda s: s["state"][0]["exp_avg"].fill_(torch.nan), "exp_avg: expected numbers, 4480 of 4480 are NaN"),
-    "no groups": (lambda s: s.update(param_groups=3), "its optimizer's state dict is none"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_converted_is_refused_and_nothing_is_written(tmp_path: Path, case: str) -> None:
-    change, text = WRONG[case]
-    model = Net()
-    oracle = torch.optim.AdamW(model.named_parameters())
-    train(oracle, range(1))
-    saved = copy.deepcopy(oracle.state_dict())
-    change(saved)
-    t, o, w = (tmp_path / f"{name}.pt" for name in "tow")
-    torch.save(saved, t)
-    torch.save(model.state_dict(), w)
-    with pytest.raises(UserError) as caught:
-        convert(str(t), str(o), to="int8", spec="adamw", weights=str(w))
-    assert text in str(caught.value)
-    t.write_bytes(t.read_bytes()[:-100])
-    with pytest.raises(UserError):
-        convert(str(t), str(o), to="int8", spec="adamw", weights=str(w))
-    assert not o.exists()
-
-
 # -- other packages --------------------------------------------------------------------------------------------
 def of_bitsandbytes() -> tuple[Any, Callable[[Any, Any], Tensor]]:
     """An optimizer after two steps, and (entry, state) -> what the package itself reads of it."""
@@ -388,16 +356,6 @@ def test_what_cannot_be_read_of_others_is_refused(case: str) -> None:
         opt.load_state_dict(saved)
     assert text in str(caught.value)
     assert states(opt) == before
-
-
-def test_momentum_of_bitsandbytes_sgd() -> None:
-    """One state, under the name that the rule has for it; older versions had no nested dict."""
-    p = nn.Parameter(torch.randn(70, 64))
-    opt = SGD([p], momentum=0.9, plan="fp32")
-    momentum = torch.randn(70, 64)
-    opt.load_state_dict({"state": {0: {"step": 2, "state1": momentum}}, "param_groups": [{"params": [0], "lr": 0.1}]})
-    assert torch.equal(opt.state[p]["momentum_buffer"], momentum)
-    assert packages.dense({packages.BNB: {"state1": momentum}}, ("m",), (70, 64)) == {"m": momentum}
 
 
 # -- the commands ----------------------------------------------------------------------------------------------

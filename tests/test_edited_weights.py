@@ -133,11 +133,3 @@ def test_kernels_start_from_the_edited_weight(backend: str, plan: str, edit: str
     if backend == "triton":
         pytest.importorskip("triton")
     check("SGD", plan, torch.bfloat16, backend, edit, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", drawn("cpp", 24) + drawn("triton", 12), ids=lambda c: "-".join(map(str, c)))
-def test_kernels_of_all_rules_start_from_the_edited_weight(cell: tuple[Any, ...]) -> None:
-    if cell[3] == "triton":
-        pytest.importorskip("triton")
-    check(*cell)

@@ -392,23 +392,3 @@ def test_keys_and_mappings_come_back_as_they_were(tmp_path: Path) -> None:
     found = load_checkpoint(tmp_path / "run.pt", opt, model)
     assert found == extra
     assert [type(found["order"]), type(found["order"]["a"][0]), type(found["a"])] == [OrderedDict, Counter, dict]
-
-
-def test_numbers_of_numpy_that_a_schedule_gave(tmp_path: Path) -> None:
-    """Files with them could not be loaded without running code; the run goes on at the same rate."""
-    model, opt = ready(steps=0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: np.cos(step / 10))
-    train(opt, range(2))
-    schedule.step()
-    opt.param_groups[0]["betas"] = (np.float64(0.8), 0.99)
-    opt.param_groups[0]["initial_lr"] = opt.param_groups[0]["lr"]  # as a schedule that follows
-    assert type(opt.param_groups[0]["lr"]) is np.float64
-    save_checkpoint(tmp_path / "run.pt", opt, model)
-    torch.save(opt.state_dict(), tmp_path / "states.pt")
-    saved = torch.load(tmp_path / "states.pt", weights_only=True)["param_groups"][0]
-    other, again = ready(seed=1, steps=0)
-    load_checkpoint(tmp_path / "run.pt", again, other)
-    for group in (saved, again.param_groups[0]):
-        assert type(group["lr"]) is type(group["initial_lr"]) is float
-        assert (group["lr"], group["betas"]) == (0.01 * np.cos(0.1), (0.8, 0.99))
-    assert type(opt.param_groups[0]["lr"]) is np.float64  # the live group stays as it was

@@ -312,16 +312,6 @@ def test_all_weights_that_do_not_fit_are_listed() -> None:
     assert [case for case in cases if MISFITS[case][1] not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("when", ["fresh", "running"])
-def test_weights_of_any_floating_dtype_are_loaded(when: str) -> None:
-    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2):
-        model, opt = ready(when)
-        saved = {k: x.to(dtype) if x.is_floating_point() else x for k, x in Net(3).state_dict().items()}
-        opt.load_master_state_dict(model, saved)
-        found = opt.master_state_dict(model)
-        assert all(torch.equal(found[name], saved[name].float()) for name, _ in trained(model)), dtype
-
-
 def freed(t: Tensor) -> Tensor:
     t.untyped_storage().resize_(0)
     return t
@@ -403,20 +393,14 @@ def test_a_weight_is_changed_where_it_is_two_places_from_the_kept_one(dtype: tor
         assert weights.edited((places + off).view(dtype), kept) is changed
 
 
-def test_two_models_whose_parameters_have_the_same_names() -> None:
-    """Calls by name refuse names of several parameters; calls by model or position lose none."""
+def test_calls_by_name_refuse_names_of_several_parameters() -> None:
     models = [nn.Linear(64, 80), nn.Linear(64, 80)]
-    groups: list[dict[str, Any]] = [{"params": m.named_parameters()} for m in models]
-    opt = AdamW(groups, plan="int8")
-    assert len(opt.full_weights()) == len(opt.memory().parameters) == 4
-    with pytest.raises(ValueError, match="two parameters are called 'weight': give them different names"):
-        opt.master_weights()
-    assert opt.plans() == dict.fromkeys(("weight", "bias"), "int8")
-    for model in models:
-        assert torch.equal(opt.master_state_dict(model)["weight"], model.weight)
-    other = AdamW([{"params": models[0].named_parameters(), "plan": "fp32"}, {"params": models[1].named_parameters()}])
-    with pytest.raises(ValueError, match="two parameters are called 'weight', and they are kept under"):
-        other.plans()
+    plans = zip(models, ("fp32", "int8"), strict=True)
+    opt = AdamW([{"params": model.named_parameters(), "plan": plan} for model, plan in plans])
+    for call in (opt.master_weights, opt.plans):
+        with pytest.raises(ValueError, match="two parameters are called 'weight'"):
+            call()
+    assert all(torch.equal(opt.master_state_dict(m)["weight"], m.weight) for m in models)
 
 
 @pytest.mark.parametrize("plan", ["int8_split24", "fp32_master"])

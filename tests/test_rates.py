@@ -17,7 +17,6 @@ from torch.optim import lr_scheduler
 
 import optgen
 from optgen.base.errors import UserError
-from optgen.driver import load
 from optgen.lang import flag, hyper, optimizer, shape_flag
 from tests import harness
 from tests.test_standalone import optimizer as standalone
@@ -171,33 +170,6 @@ def test_everything_follows_lr_in_kernels(rule: str, backend: str) -> None:
     _follow(rule, "fp32", backend, "by hand", True, False)
     if backend == "triton":  # steps that are counted on the device, which read lr there
         _follow(rule, "fp32", backend, "cosine", False, True, counted=True)
-
-
-def test_several_rules_and_schedules_of_wrappers() -> None:
-    """A LayerNorm within Muon's pattern stops with the schedule; warmed_up scales what follows lr once, and SAM not."""
-    net = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6))
-    opt: Any = optgen.make({"0": "muon", "*": {"rule": "normuon", "lr": 0.02}}, net, lr=3e-4, plan="fp32")
-    lr_scheduler.LambdaLR(opt, lambda t: 0.0)
-    before = [p.detach().clone() for p in net.parameters()]
-    for p in net.parameters():
-        p.grad = torch.ones_like(p)
-    opt.step()
-    assert all(harness.same_bits(p, x) for p, x in zip(net.parameters(), before, strict=True))
-
-    rule, p = load.find_spec("warmed_up(muon)"), nn.Parameter(torch.zeros(4))
-    warmed: Any = optgen.compile(rule, plan="fp32")([p], lr=LR, adamw_lr=1e-3, warmup_steps=4, backend="reference")
-    warmed.param_groups[0]["lr"] = LR / 2
-    p.grad = torch.ones(4)
-    warmed.step()  # AdamW's first step is its rate: a quarter of a half of 1e-3
-    assert torch.allclose(p.detach(), torch.full((4,), -1e-3 / 8), rtol=1e-5)
-
-    p = nn.Parameter(torch.zeros(4))
-    sharp = optgen.SAM(optgen.optim.Muon([p], lr=LR, adamw_lr=1e-3, plan="fp32", backend="reference"))
-    lr_scheduler.LambdaLR(sharp.optimizer, lambda t: 0.25)
-    for step in (sharp.first_step, sharp.second_step):
-        p.grad = torch.ones(4)
-        step()
-    assert torch.allclose(p.detach(), torch.full((4,), -1e-3 / 4), rtol=1e-5)
 
 
 def test_an_optimizer_made_at_0_asks_for_the_lr_that_the_second_rate_belongs_to() -> None:
