@@ -55,11 +55,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "backends": ("texts", "more texts", "tests/test_columns.py", PROGRAMS, "all texts", "tests/test_spellings.py"),
     "formats": (
-        "texts", "tests/test_lint.py", "tests/test_plans.py", "tests/test_codebook.py::test_repaired_maps",
+        "texts", "tests/test_lint.py", "tests/test_plans.py",
         f"{PROGRAMS}[root_of_a_curved_code]", "tests/test_format_bounds.py", "more texts", "all texts",
         "tests/test_formats.py::"
         "test_no_element_of_8_bits_is_thought_to_be_raised_within_the_span_of_its_codes",
-        "tests/test_rows_and_columns.py::test_stochastic_codes_are_right_on_average",
         "tests/test_intervals.py::test_adamw_keeps_to_its_composed_bound[int8_split24-dtype3]",
         "tests/test_master_weights.py",
     ),
