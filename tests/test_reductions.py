@@ -7,10 +7,8 @@ from optgen import compile as compile_class
 from optgen import optim
 
 from optgen.lang import (  # isort: skip
-    col, col_mean, columns, elements, hyper, nonneg, optimizer, row, row_mean, rows, rsqrt,
-    shape_flag, state,
+    col, col_mean, hyper, nonneg, optimizer, row, row_mean, rsqrt,
 )  # fmt: skip
-from optgen.runtime.cpu import native
 from tests.harness import plan_of
 from tests.oracles import REDUCING
 from tests.product import OF_MATRICES, Cell, Run, at_shape, build, spec_of
@@ -117,28 +115,3 @@ def test_a_matrix_of_the_first_dimension_is_the_view(name: str, plan: str) -> No
             assert torch.equal(value.reshape(views[key].shape), views[key])
 
 
-# -- sizes
-@optimizer(cite="nobody", matrix="first")
-def sized(p, g, m=state(), *, lr=hyper(1.0, ge=0), matrix=shape_flag(lambda shape: len(shape) >= 2)):
-    """Steps of known sizes, rows + 10 * columns + 100 * elements, where nothing is reduced."""
-    m = 0.5 * m + g
-    count = rows(g) + 10 * columns(g) if matrix else 0.0
-    p = p - lr * (count + 100 * elements(g)) * abs(m)
-    return p, m
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
-@pytest.mark.parametrize("plan", ["fp32", "int8"])
-def test_sizes_reach_the_optimizer(plan: str, backend: str) -> None:
-    """They are read from a tensor's row of the table, which a step of one kernel knew nothing of."""
-    if backend == "cpp" and native.compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    cls = compile_class(sized, plan_of(plan), maths="strict")
-    sizes = {(2, 3): 2 + 30 + 600, (2, 3, 5): 2 + 150 + 3000, (7,): 700, (40, 130): 40 + 1300 + 520000}
-    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in sizes]
-    for p in params:
-        p.grad = torch.ones(p.shape)
-    cls(params, backend=backend).step()
-    for p, size in zip(params, sizes.values(), strict=True):
-        assert torch.equal(p.detach(), torch.full(p.shape, -float(size)))
-        assert torch.equal(p.detach(), sized.evaluate(torch.zeros(p.shape), torch.ones(p.shape), 1)[0])
