@@ -288,14 +288,6 @@ def inputs_and_two_gradients(here: Here) -> None:
         for p, q in zip(runs.alone, runs.parts, strict=True):  # torch adds parts with other fused roundings
             near = (p.grad, whole(q.grad)) if second else (p.detach(), whole(q))
             torch.testing.assert_close(*near, rtol=2.0**-6, atol=2.0**-6)
-    two = optgen.compile("gsam(adamw)", plan="fp32")
-    runs = Runs(here, two, rows(here, mesh, UNEVEN, torch.bfloat16), plan="fp32", rho=300.0)
-    for second in (False, True) * 2:
-        runs.give(lambda piece: here.values(*piece.value.shape, dtype=piece.value.dtype))
-        for _, opt in runs.sides():
-            (opt.second_step if second else opt.first_step)()
-        for p, q in zip(runs.alone, runs.parts, strict=True):  # their norms are sums in another order
-            torch.testing.assert_close(p.detach(), whole(q), rtol=2.0**-6, atol=2.0**-6)
 
 
 @case(2, 3)
@@ -332,17 +324,6 @@ def meshes_of_two_dimensions(here: Here) -> None:
         pieces += [Piece(here.values(8192 + 64, dtype=torch.bfloat16), mesh, kind) for kind in kinds[:2]]
         pieces.append(Piece(here.values(37, 256, dtype=torch.bfloat16), here.mesh(4), [Shard(0)]))
         Runs(here, optim.AdamW, pieces, plan=plan).step(2)
-
-
-@case(2, 3)
-def whole_matrices(here: Here) -> None:
-    """A function of whole matrices, also of some rows each; and the reference sums as on one rank."""
-    mesh = here.mesh(here.world)
-    for cls, backend in ((optim.Muon, here.backend), (optim.CAME, "reference")):
-        pieces = rows(here, mesh, [(97, 130), (64, 96), (2, 2500), (120, 130)], torch.bfloat16)
-        pieces.append(Piece(here.values(40, 64 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
-        blocks = {"blocks": {"numel > 13000": (64, 32, 24)}} if cls is optim.Muon else {}
-        Runs(here, cls, pieces, plan="int8_split24", backend=backend, **blocks).step(2)
 
 
 @case(2, 3)

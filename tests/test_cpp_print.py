@@ -1,16 +1,11 @@
 """The C++ backend beside the primitive table and its headers."""
 
-import ast
-import importlib
-import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from optgen._ready import folder
 from optgen.backends import cpp
 from optgen.driver import cpp_text
 from optgen.formats import LogMinMax, Plan, words
@@ -18,13 +13,11 @@ from optgen.lang.values import block_min
 from optgen.ops.dtypes import NAN_LAST
 from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
 from optgen.runtime.cpu import native
-from tests import harness, product
+from tests import harness
 
 HEADERS = sorted(native.HEADERS.glob("simd_*.h"))
 HOST_ONLY = {"pow", "exp", "log"}
 BY_STATEMENT = {"block_max", "block_min"}  # printed as accumulations, not as expressions
-STRUCT = re.compile(r"^struct (\w+) \{.*?SCALARS = (\d+)(.*?)explicit", re.M | re.S)
-STAGE = re.compile(r"^OPTGEN_INLINE \w+ (\w+)\((.*?)\) \{", re.M | re.S)
 FUNCTION = re.compile(r"^(?:template <[^>]*> )?inline (\w+) ([\w]+|operator\S+)\((.*?)\) ?{", re.M)
 
 
@@ -71,36 +64,6 @@ def test_a_constant_is_its_exact_f32_value(value: float) -> None:
     wanted = float(torch.tensor(value, dtype=torch.float32))
     assert text.endswith("f") and float(torch.tensor(float(text[:-1]), dtype=torch.float32)) == wanted
     assert str(wanted)[0] == text[0]  # the sign of zero, too
-
-
-def given(text: str) -> dict[str, list[str]]:
-    """Return kernel -> the names of its scalars, from the text of a rule."""
-    found = {}
-    for kernel, count, head in STRUCT.findall(text):
-        names = re.findall(r"const F ([^;]*);", head)
-        found[kernel] = re.findall(r"\w+", names[0]) if names else []
-        assert len(found[kernel]) == int(count)
-    for kernel, taken in STAGE.findall(text):
-        names = re.findall(r"\bF (\w+)", taken)
-        found[kernel] = [x for x in names if x not in ("p", "g") and not x.startswith("extent_")]
-    return found
-
-
-@pytest.mark.parametrize("rule", product.WITH_MATRICES)
-def test_scalars_of_a_rule_stand_in_the_order_of_its_record(rule: str) -> None:
-    """Settings that differ in scalars alone share a kernel, so its names are those of one of them."""
-    text = (folder(rule) / "kernels.h").read_text(encoding="utf-8")
-    wanted: dict[str, list[list[str]]] = {}
-    for record in importlib.import_module(f"optgen._ready.{rule}").STEPS:
-        function: Any = ast.parse(inspect.getsource(record.host)).body[0]
-        names = [ast.unparse(x) for x in function.body[-1].value.elts]
-        for stage in record.stages:
-            taken = stage.scalars or range(record.scalars if len(record.stages) == 1 else 0)
-            wanted.setdefault(stage.kernel, []).append([names[k] for k in taken])
-    found = given(text)
-    assert found
-    for kernel, names in found.items():
-        assert [x.rstrip("_") for x in names] in wanted[kernel]
 
 
 def test_blocks_load_no_value_that_only_their_reductions_read(monkeypatch: pytest.MonkeyPatch) -> None:

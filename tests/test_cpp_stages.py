@@ -18,10 +18,7 @@ from optgen.lang import (  # isort: skip
 )  # fmt: skip
 from optgen.runtime.cpu import cpu, native
 from specs import plans
-from tests import product
 from tests.harness import optimized, same_bits
-from tests.product import Cell, Run, at_shape, build
-from tests.test_properties import draws, gradient, hold_fast
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
 
@@ -123,18 +120,6 @@ def test_same_bits_for_other_gradients_and_where_the_plan_divides_the_step(
     compare(ours, train(cls, "cpp", dtype_for(plan), plan, SHAPES, grad), SHAPES)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("plan", [p for p in product.PLANS if p not in ("fp32", "int8_split24")])
-@pytest.mark.parametrize("name", product.OF_MATRICES)
-def test_same_bits_for_rules_of_matrices_under_every_plan(name: str, plan: str) -> None:
-    """The product of rules and plans leaves them out: no enclosure passes through a product of matrices."""
-    shapes = [(130, 150), (64, 2048), (70, 3, 3, 3), (20000,), ()]
-    cls = optgen.compile(name, plan, maths="strict")
-    ours = train(cls, "reference", torch.bfloat16, plan, shapes)
-    compare(ours, train(cls, "cpp", torch.bfloat16, plan, shapes), shapes)
-    assert all(p.isfinite().all() for p in ours[0])
-
-
 MATRICES = [shape for shape in SHAPES if len(shape) > 1]
 
 
@@ -162,32 +147,6 @@ def test_any_number_of_threads_gives_the_same_bits(
         found.append(train(cls, "cpp", dtype_for(plan), plan, SHAPES))
     compare(found[0], found[1], SHAPES)
     compare(found[0], found[2], SHAPES)
-
-
-@pytest.mark.parametrize(
-    ("cell", "isa"),
-    [(Cell("lamb", "int8_split24"), ISAS[0]), *((Cell("came", "int8_split24"), isa) for isa in ISAS),
-     (Cell("came", "fp32"), ISAS[0])],
-    ids=str,
-)  # fmt: skip
-def test_fast_maths_is_within_its_bound_of_the_oracle(cell: Cell, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From strict's state and random bits: only a value beside a threshold takes another code."""
-    monkeypatch.setenv("OPTGEN_ISA", isa)
-    cls = optgen.compile(cell.spec, cell.plan)
-    for shape in ((64, 128), (70, 150)):
-        built, draw = build(at_shape(cell, shape)), draws(cell, 11)
-        run = Run(built, torch.randn(shape, generator=draw), lr=1e-2)
-        run.step(gradient(torch.empty(shape), 1e-2, draw, cell.param))
-        for _ in range(2):
-            g = gradient(torch.empty(shape), 1e-2, draw, cell.param)
-            fast = run.copy()
-            p = torch.nn.Parameter(fast.buffers.pop("p"))
-            p.grad = g
-            opt = cls([p], backend="cpp", plan=cell.plan, **{k: fast.hypers[k] for k in ("lr",)})
-            opt.state[p] = {**fast.buffers, "step": run.steps}
-            opt.step()
-            fast.buffers = {"p": p.detach(), **{k: v for k, v in opt.state[p].items() if k != "step"}}
-            hold_fast(built, run, fast, g)
 
 
 def test_stages_in_two_calls_are_the_step() -> None:

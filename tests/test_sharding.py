@@ -73,7 +73,7 @@ def test_kernels_over_parts(interpreter: dict[str, str]) -> None:
 
 @pytest.mark.ranks
 def test_each_matrix_is_worked_on_by_one_rank_and_kernels_over_parts() -> None:
-    names = ["whole_matrices", "stacks_and_heads", "matrix_states", "an_infinity_on_one_rank"]
+    names = ["stacks_and_heads", "matrix_states", "an_infinity_on_one_rank"]
     names += ["matrices_have_one_worker", "kernels_over_parts"]
     done = ran(*names, "--ranks", "2", "4", "3", "--kernels", "cpp")
     assert done == [f"{n} {name}" for n in (2, 4, 3) for name in names if n in ranks.CASES[name][1]]
