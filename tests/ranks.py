@@ -1065,9 +1065,8 @@ def loads_whole_and_dense(here: Here) -> None:
             params, other = runs.another(saved, runs.parts)
             for p, q in zip(runs.alone, params, strict=True):
                 alike_states(runs.one, p, other, q, "loaded")
-        alone, parts = runs.one.master_weights(), runs.many.master_weights()
-        for name, value in alone.items():
-            alike(value, parts[name], f"weight {name}")
+        for number, (alone, parts) in enumerate(zip(runs.one.full_weights(), runs.many.full_weights(), strict=True)):
+            alike(alone, parts, f"weight {number}")
         dense, cut = runs.one.dense_state_dict(), runs.many.dense_state_dict()
         for number, entry in dense["state"].items():
             for key, value in entry.items():

@@ -127,7 +127,7 @@ def test_groups_and_a_file_without_a_model(tmp_path: Path) -> None:
     assert [(g["lr"], g["seed"], g["amsgrad"], g["plan"]) for g in again.param_groups] == [
         (0.3, 0, False, "fp32_master"), (1e-3, 4, True, "fp32_master"),
     ]  # fmt: skip
-    assert bits(again.master_weights()) == bits(opt.master_weights())
+    assert bits(again.full_weights()) == bits(opt.full_weights())
     assert bits(again.dense_state_dict()["state"]) == bits(opt.dense_state_dict()["state"])
     torch.save(opt.state_dict(), a)  # bare, as torch.save users write it
     convert(a, b, to="torch", spec="adamw", weights=w)
@@ -178,8 +178,7 @@ def test_from_fp32_torch_to_a_16_bit_model(tmp_path: Path) -> None:
     model = Net(1).bfloat16()
     opt = AdamW(model.named_parameters(), plan="int8_split24")
     load_checkpoint(tmp_path / "o.pt", opt, model)
-    for name, exact in theirs.named_parameters():
-        got = opt.master_weights()[name]
+    for exact, got in zip(theirs.parameters(), opt.full_weights(), strict=True):
         assert ((got.view(torch.int32).long() - exact.detach().view(torch.int32).long()).abs() <= 2**7).all()
     want = AdamW([nn.Parameter(p.detach().bfloat16()) for p in theirs.parameters()], plan="int8_split24")
     want.load_state_dict(oracle.state_dict())
@@ -188,7 +187,7 @@ def test_from_fp32_torch_to_a_16_bit_model(tmp_path: Path) -> None:
         torch.save({"epoch": 3, key: theirs.state_dict(), "optimizer": oracle.state_dict()}, tmp_path / "t.pt")
         convert(str(tmp_path / "t.pt"), str(tmp_path / "o.pt"), **arguments)
         load_checkpoint(tmp_path / "o.pt", again := AdamW(model.named_parameters(), plan="int8_split24"), model)
-        assert bits(again.master_weights()) == bits(opt.master_weights())
+        assert bits(again.full_weights()) == bits(opt.full_weights())
 
 
 # -- other packages --------------------------------------------------------------------------------------------
@@ -311,7 +310,7 @@ def test_flashoptim(tmp_path: Path, dtype: torch.dtype, bits_: int, compressed: 
     p = nn.Parameter(meant["weight"].clone())
     opt = AdamW([("w", p)], plan="fp32_master")
     opt.load_state_dict(saved)
-    for name, got in (*((k, opt.state[p][k]) for k in ("exp_avg", "exp_avg_sq")), ("p", opt.master_weights()["w"])):
+    for name, got in (*((k, opt.state[p][k]) for k in ("exp_avg", "exp_avg_sq")), ("p", opt.full_weights()[0])):
         want = torch.from_numpy(meant[name])
         # five fp32 roundings at most on the way: quotient, curve (two), scale, square (which doubles what was before)
         assert ((got.double() - want).abs() <= 8 * 2.0**-24 * want.abs() + 2.0**-149).all(), name

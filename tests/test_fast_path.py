@@ -20,7 +20,7 @@ import optgen.optim
 from optgen.runtime.cpu import cache, cpu, native
 from optgen.runtime.step import plan
 from tests import training
-from tests.test_native import SHAPES, everything, first, gradient_half, trained
+from tests.test_native import everything, first, gradient_half, trained
 from tests.training import bits, give, nadam, params_of
 from tests.training import has_plan as is_short
 
@@ -282,10 +282,3 @@ def test_numbers_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [1, 2, 2, 1, 3]
     assert cpu.threads(cpu.SERIAL - 1) == 1
     assert {type(library) for library in native._known.values()} == {ctypes.CDLL}
-
-
-def test_step_counts_that_users_read() -> None:
-    opt = trained(steps=300)  # beyond the numbers of which Python keeps one object each
-    assert is_short(opt)
-    assert [type(entry["step"]) for entry in opt.state_dict()["state"].values()] == [int] * len(SHAPES)
-    assert everything(opt) == everything(trained("reference", steps=300))

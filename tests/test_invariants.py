@@ -219,17 +219,6 @@ def test_the_page_names_the_rules_whose_later_steps_go_on_at_a_rate_of_0() -> No
     assert sorted({*re.findall(r"`(\w+)`", said)} & {*RULES}) == sorted(GOES_ON)
 
 
-@pytest.mark.parametrize("rule", GOES_ON)
-def test_later_steps_of_these_rules_do_go_on_at_a_rate_of_0(rule: str) -> None:
-    run = Run(rule, "fp32")
-    for t in range(3):
-        run.step(t)
-    known = run.full()
-    for t in range(3, 10):
-        run.step(t, rate=0.0)
-    assert not same(run.full(), known)
-
-
 def other(x: float, hyper: Any) -> float | None:
     """Return another number in the range of a hyper-parameter, or None."""
     return next((y for y in (0.75 * x, 1.25 * x, 0.01) if y != x and hyper.allows(y)), None)

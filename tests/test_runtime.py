@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -276,23 +275,6 @@ def test_keys_are_signed_words_and_differ() -> None:
 STABLE = (1210155648, -501176263, 539432606)
 
 
-@settings(max_examples=20)
-@given(order=st.permutations(range(6)), cut=st.integers(1, 5))
-def test_named_parameters_draw_the_same_bits_in_any_order(order: list[int], cut: int) -> None:
-    def run(numbers: list[int], at: int) -> dict[int, object]:
-        params = parameters(torch.bfloat16, [(4, 9)] * 6)
-        grads = torch.randn(6, 4, 9, generator=torch.Generator().manual_seed(5)).bfloat16()
-        named = [(f"p{i}", params[i]) for i in numbers]
-        opt = AdamW([{"params": named[:at]}, {"params": named[at:]}], lr=0.1, plan="bf16_sr")
-        for _ in range(3):
-            for p, g in zip(params, grads, strict=True):
-                p.grad = g
-            opt.step()
-        return {i: bits([params[i], opt.state[params[i]]]) for i in range(6)}
-
-    assert run(order, cut) == run(list(range(6)), 3)
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------
 def fresh(dtype: torch.dtype, names: bool = False, **options: Any) -> tuple[AdamW, list[nn.Parameter]]:
     params = parameters(dtype)
@@ -335,16 +317,6 @@ def test_the_way_an_optimizer_runs_is_not_a_checkpoints() -> None:
 
 
 # -- copies ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_copies_are_of_their_class(copier: Callable[[AdamW], AdamW]) -> None:
-    params = parameters()
-    other = copier(Subclass(params, lr=torch.tensor(0.1), seed=3))
-    assert type(other) is Subclass
-    assert other.param_groups[0]["params"][0] is not params[0]
-    other.add_param_group({"params": parameters(shapes=[(3,)])})
-    assert repr(other).startswith("Subclass (\n    group 0: 10 parameters, ")
-
-
 def test_the_class_may_be_set_to_a_subclass() -> None:
     """Lightning makes one of two for an object with all that the optimizer holds."""
     (opt, params), (plain, others) = fresh(torch.bfloat16), fresh(torch.bfloat16)

@@ -43,12 +43,13 @@ def test_numbers_are_those_of_whole_tensors(plan: str) -> None:
     got: list[tuple[int, dict[str, Any]]] = []
     train(opt, params, 3)
     opt.watch(2, to=lambda *one: got.append(one), sample=math.inf)
-    before, old = opt.master_weights(), {n: codes_of(opt.state[p]) for n, p in params.items()}
+    before = dict(zip(params, opt.full_weights(), strict=True))
+    old = {n: codes_of(opt.state[p]) for n, p in params.items()}
     train(opt, params, 1)
     ((step, rows),) = got
     assert step == 4 and rows.keys() == params.keys()
-    for name, p in params.items():
-        weight, row, g = opt.master_weights()[name], rows[name], p.grad.float()
+    for (name, p), weight in zip(params.items(), opt.full_weights(), strict=True):
+        row, g = rows[name], p.grad.float()
         update = weight - before[name]
         wanted = {
             "weight_norm": weight.norm(), "gradient_norm": g.norm(), "update_norm": update.norm(),

@@ -70,7 +70,7 @@ class Descent:
             exact, states, host = spec.evaluate(exact, self.gradient(exact, t), t, states, host, **options | {"lr": lr})
             p.grad, opt.param_groups[0]["lr"] = self.gradient(kept, t).float(), lr
             opt.step()
-            (kept,) = opt.master_weights().values()
+            (kept,) = opt.full_weights()
             found.append(float((kept - exact).norm() / (exact - self.start).norm().clamp(min=1e-30)))
         self.losses = self.loss(kept), self.loss(exact)
         return found[1:]

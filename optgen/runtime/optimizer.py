@@ -100,7 +100,7 @@ class Checkpointed(torch.optim.Optimizer):
     def dense_state_dict(self) -> dict[str, Any]:
         """Return a state dict with fp32 tensors under torch's names, which torch.optim and every plan can load.
 
-        What torch has no place for (the weights' low halves, the seed, the plan) is left out: see master_weights.  In
+        What torch has no place for (the weights' low halves, the seed, the plan) is left out: see full_weights.  In
         evaluation the weights of training are in it, fp32.
         """
         self._refuse_midway("dense_state_dict()")
@@ -116,25 +116,12 @@ class Checkpointed(torch.optim.Optimizer):
                     dense[whole.position] = checkpoint.dense_entry(plan, variant, entry.p, kept)
         return {"state": dense, "param_groups": groups}
 
-    def master_weights(self) -> dict[Label, Tensor]:
-        """Return the weights at full precision, fp32, by name (by position where parameters have no names).
+    def full_weights(self) -> list[Tensor]:
+        """Return the weights at full precision, fp32, in the order of the groups.
 
         In evaluation they are those to evaluate with, before they are rounded to the model's.
         Frozen ones that fp32 does not hold (integers, complex numbers, fp64) are copied as they are.
-        ValueError where two parameters have one name, as those of two models may: see `master_state_dict`.
         """
-        self._refuse_midway("master_weights()")
-        names = [entry.name for entry in entries.of(self.param_groups)]
-        twice = [name for name, times in Counter(names).items() if times > 1]
-        if twice:
-            raise ValueError(
-                f"{type(self).__name__}.master_weights() is by name, and two parameters are called {twice[0]!r}: give "
-                f"them different names, or take master_state_dict(model) of each model"
-            )
-        return dict(zip(names, self.full_weights(), strict=True))
-
-    def full_weights(self) -> list[Tensor]:
-        """Return the weights at full precision, fp32, in the order of the groups; frozen as in `master_weights`."""
         self._refuse_midway("full_weights()")
         with torch.no_grad():
             return [weights.of_entry(one, entry) for one, entry, _ in self._matched()]

@@ -117,7 +117,8 @@ class _Sorter:
         grad_dtype = admit.check_pair(self.cls, self.dtypes, p, g, name)
         choice = self.choices.find(entry)
         kept: state.State | None = self.states.get(p)
-        if self.deciding and kept and kept.get("step"):
+        # The count of steps is asked last: the host would wait for one that is on a device.
+        if self.deciding and kept and kept.keys() != choice.variant.keys and kept.get("step"):
             self._refuse_changed(choice, kept, state.label(p, name))
         shard, cut, size = self._shard(entry, choice, kept)
         count = self._count(choice, kept, p, name)
@@ -176,8 +177,6 @@ class _Sorter:
 
     def _refuse_changed(self, choice: Choice, kept: state.State, label: str) -> None:
         """Raise ValueError for a parameter that has other states under options that were changed since its steps."""
-        if kept.keys() == choice.variant.keys:
-            return
         owners = {f.name: f.owner for v in choice.plan.variants for f in v.fields if f.owner != "p"}
         made, wanted = ({owners[key] for key in keys if key in owners} for keys in (kept, choice.variant.keys))
         if made != wanted:

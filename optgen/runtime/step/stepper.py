@@ -69,9 +69,7 @@ class Stepper:
 
     def _plan_and_run(self, owner: Owner) -> None:
         """Make a step that is not like the one before."""
-        listed = list(entries.of(owner.groups))
-        there = {id(e.p) for e in listed}
-        self.dtypes = {key: known for key, known in self.dtypes.items() if key in there}  # others were replaced
+        listed = self._listed(owner)
         self._refuse_moved_names(owner.cls, listed)
         sending = agreement.senders(owner.cls, listed)
         elsewhere = agreement.gradients_elsewhere(owner.cls, sending)
@@ -104,6 +102,13 @@ class Stepper:
         if self.launcher.grown:  # else other plans would keep as much
             self.plans.forget()
         self.plans.keep(owner, groups, ready, self.launcher.used)
+
+    def _listed(self, owner: Owner) -> list[Entry]:
+        """Return the parameters; the dtypes of those that were replaced are forgotten."""
+        listed = list(entries.of(owner.groups))
+        there = {id(e.p) for e in listed}
+        self.dtypes = {key: known for key, known in self.dtypes.items() if key in there}
+        return listed
 
     def _refuse_moved_names(self, cls: Any, listed: Sequence[Entry]) -> None:
         """Raise ValueError if a parameter is called as another one was at the step before, which has happened to a list
