@@ -113,5 +113,3 @@ def test_a_matrix_of_the_first_dimension_is_the_view(name: str, plan: str) -> No
     for key, value in kept.items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(value.reshape(views[key].shape), views[key])
-
-
