@@ -188,24 +188,6 @@ def signum(o, s, p, g, t, lr):
 
 
 @paper
-def adabelief(o, s, p, g, t, lr):
-    """The paper's algorithm: pytorch_optimizer divides the eps added to the root by sqrt(1 - beta2^t) too."""
-    beta1, beta2 = o.betas
-    s.m = beta1 * s.m + (1 - beta1) * g
-    s.s = beta2 * s.s + (1 - beta2) * (g - s.m) ** 2 + o.eps
-    s.top = torch.maximum(s.top, s.s)
-    m_hat, second, p = s.m / (1 - beta1**t), s.top if o.amsgrad else s.s, p - lr * o.weight_decay * p
-    if not o.rectify:
-        return p - lr * m_hat / ((second / (1 - beta2**t)).sqrt() + o.eps)
-    most = 2 / (1 - beta2) - 1
-    n = most - 2 * t * beta2**t / (1 - beta2**t)
-    if n < 5:
-        return p - lr * m_hat
-    size = math.sqrt((1 - beta2**t) * (n - 4) / (most - 4) * (n - 2) / n * most / (most - 2))
-    return p - lr * size * m_hat / (second.sqrt() + o.eps)
-
-
-@paper
 def ademamix(o, s, p, g, t, lr):
     """The paper's algorithm 1: pytorch_optimizer divides the slow average by 1 - beta1^t too."""
     beta1, beta2, b3 = o.betas
@@ -268,13 +250,6 @@ def yogi(o, s, p, g, t, lr):
     s.m = beta1 * s.m + (1 - beta1) * g
     s.v = v - (1 - beta2) * torch.sign(v - g * g) * g * g
     return p - lr * (s.m / (1 - beta1**t)) / ((s.v / (1 - beta2**t)).sqrt() + o.eps)
-
-
-@paper
-def grams(o, s, p, g, t, lr):
-    """The paper's algorithm 1: pytorch_optimizer swaps beta1 with 1 - beta1 and takes the root of a root."""
-    u = adam_update(o, s, g, t)
-    return p - lr * o.weight_decay * p - lr * torch.sign(g) * u.abs()
 
 
 @paper
@@ -349,39 +324,6 @@ def srmm(o, s, p, g, t, lr):
     s.g, s.p = (1 - w) * s.g + w * g, (1 - w) * s.p + w * p
     s.p = s.p - lr * s.g
     return s.p
-
-
-@paper
-def focus(o, s, p, g, t, lr):
-    """pytorch_optimizer's step, but that at the first the weight is its own average, where theirs is a rounding off."""
-    beta1, beta2 = o.betas
-    s.m, s.pbar = beta1 * s.m + (1 - beta1) * g, beta2 * s.pbar + (1 - beta2) * p
-    center = s.pbar / (1 - beta2**t) if t > 1 else p
-    p = p - lr * o.weight_decay * center
-    return p - lr * (s.m.sign() + o.gamma * (p - center).sign())
-
-
-@paper
-def msvag(o, s, p, g, t, lr):
-    """The authors' factor, whose rho is 1 at the first step: pytorch_optimizer's is .9999 at most, and never 1."""
-    s.m, s.v = o.beta * s.m + (1 - o.beta) * g, o.beta * s.v + (1 - o.beta) * g * g
-    m, v, power = s.m / (1 - o.beta**t), s.v / (1 - o.beta**t), o.beta**t
-    if t == 1:
-        return p - lr * m
-    rho = (1 - power**2) * (1 - o.beta) ** 2 / ((1 - o.beta**2) * (1 - power) ** 2)
-    return p - lr * m * m**2 / (m**2 + rho * (v - m**2) / (1 - rho))
-
-
-@paper
-def vsgd(o, s, p, g, t, lr):
-    """The paper's updates: pytorch_optimizer's squares of differences are expanded, and cancel."""
-    prior, a = 2 * o.ps, 2 * o.ps + 1 + 1e-4
-    sg, shg = (prior / (a - 1), o.ghattg * prior / (a - 1)) if t == 1 else (s.b / a, s.bh / a)
-    last, s.mu = s.mu, (s.mu * shg + g * sg) / (sg + shg)
-    sigma = 1 / (1 / sg + 1 / shg)
-    s.b = s.b + t**-o.tau1 * (prior + sigma + (s.mu - last) ** 2 - s.b)
-    s.bh = s.bh + t**-o.tau2 * (o.ghattg * prior + sigma + (g - s.mu) ** 2 - s.bh)
-    return p * (1 - lr * o.weight_decay) - lr * s.mu / ((s.mu**2 + sigma).sqrt() + o.eps)
 
 
 @paper
@@ -576,26 +518,6 @@ def adafactor_paper(o, s, p, g, t, lr):
 
 
 @paper
-def came(o, s, p, g, t, lr):
-    """Algorithm 2."""
-    beta1, beta2, beta3 = o.betas
-    sq = g**2 + o.eps[0]
-    if p.ndim >= 2:
-        s.r, s.c = beta2 * s.r + (1 - beta2) * sq.mean(-1), beta2 * s.c + (1 - beta2) * sq.mean(-2)
-        u = g / _rank_one(s.r, s.c).sqrt()
-    else:
-        s.v = beta2 * s.v + (1 - beta2) * sq
-        u = g / s.v.sqrt()
-    u = _clipped(u, o.clip_threshold)
-    update = s.m = beta1 * s.m + (1 - beta1) * u
-    if p.ndim >= 2:
-        res = (u - s.m) ** 2 + o.eps[1]
-        s.rr, s.cc = beta3 * s.rr + (1 - beta3) * res.mean(-1), beta3 * s.cc + (1 - beta3) * res.mean(-2)
-        update = s.m / _rank_one(s.rr, s.cc).sqrt()
-    return p - lr * o.weight_decay * p - lr * update
-
-
-@paper
 def lamb(o, s, p, g, t, lr):
     """Algorithm 2: pytorch_optimizer's has no bias correction, decays outside of the ratio and clamps |p| to 10."""
     u = adam_update(o, s, g, t) / (1 if o.grad_averaging else 1 - o.betas[0]) + o.weight_decay * p
@@ -718,10 +640,11 @@ def adamp(o, s, p, g, t, lr):
 
 
 ELEMENTWISE = table(
-    acprop, adabelief, adabound, adam_atan2, adamc, adamod, adams, adamw, adapnm, ademamix, adopt, agd, bcos,
-    diffgrad, eadam, focus, fsgdm, grams, innaprop, laprop, lion_k, msvag, nosadam, padam, qhadam, sadam, sgd, sgdf,
-    sgdw, sgld, signum, simplified_ademamix, srmm, srsgd, vsgd, yogi,
+    acprop, adabound, adam_atan2, adamc, adamod, adams, adamw, adapnm, ademamix, adopt, agd, bcos,
+    diffgrad, eadam, fsgdm, innaprop, laprop, lion_k, nosadam, padam, qhadam, sadam, sgd, sgdf,
+    sgdw, sgld, signum, simplified_ademamix, srmm, srsgd, yogi,
     accsgd=peer("AccSGD"),
+    adabelief=named(peer("AdaBelief"), amsgrad="ams_bound"),
     adadelta=torch_optim("Adadelta"),
     adagrad=torch_optim("Adagrad"),
     adam=torch_optim("Adam"),
@@ -734,7 +657,9 @@ ELEMENTWISE = table(
     asgd=torch_optim("ASGD"),
     dual_adam=peer("DualAdam"),
     exadam=peer("EXAdam"),
+    focus=peer("FOCUS"),
     ftrl=peer("FTRL"),
+    grams=peer("Grams"),
     grokfast_adamw=at_rate(
         peer("GrokFastAdamW", normalize_lr=False),
         lambda flags, hypers: 1 / (1 + hypers["grokfast_lamb"]) if flags["normalize_lr"] else 1.0, "normalize_lr",
@@ -742,6 +667,7 @@ ELEMENTWISE = table(
     kate=peer("Kate"),
     lion=peer("Lion"),
     madgrad=named(peer("MADGRAD"), decouple_decay="weight_decouple"),
+    msvag=peer("MSVAG"),
     nadam=torch_optim("NAdam"),
     pid=peer("PID"),
     pnm=named(peer("PNM"), decoupled="weight_decouple"),
@@ -751,6 +677,7 @@ ELEMENTWISE = table(
     rprop=torch_optim("Rprop"),
     spam=peer("SPAM"),
     tiger=peer("Tiger"),
+    vsgd=peer("VSGD"),
 )  # fmt: skip
 
 
@@ -932,8 +859,10 @@ def a2grad(o, s, p, g, t, lr):
 
 
 REDUCING = table(
-    a2grad, adafactor, adafactor_paper, adam_mini, adamp, adanorm, adashift, adatam, aida, amos, came, cautious_adamw,
-    cautious_lion, kourkoutas_beta, lamb, lans, lars, mars, novograd, orthograd, sinkgd, sm3, stable_spam, tam,
+    a2grad, adafactor, adafactor_paper, adam_mini, adamp, adanorm, adashift, adatam, aida, amos, cautious_adamw,
+    cautious_lion, kourkoutas_beta, lamb, lans, lars, mars, novograd, orthograd, sinkgd, sm3, stable_spam,
+    tam,
+    came=peer("CAME"),
     fadam=named(peer("FAdam", momentum_dtype=torch.float64, fim_dtype=torch.float64), eps2="eps_2"),
     fromage=peer("Fromage"),
     nero=peer("Nero"),
@@ -1271,16 +1200,6 @@ and `seen[k]` tells what they have to diagonalize."""
 
 
 @paper
-def sgd_sai(o, s, p, g, t, lr):
-    """The paper's algorithm: pytorch_optimizer, as the authors' code, has no deviation for vectors and single rows."""
-    if t == 1:
-        sigma = g.var(correction=min(g.numel() - 1, 1)).sqrt()
-        s.gsnr = g.norm() / (sigma + o.eps) if sigma > 0 else g.norm()
-    s.m = o.momentum * s.m + (1 - o.momentum) * g
-    return p * (1 - lr * o.weight_decay) - lr * s.gsnr * s.m
-
-
-@paper
 def sngm(o, s, p, g, t, lr):
     """The paper's algorithm: no package of the tests has it."""
     g = g + o.weight_decay * p
@@ -1361,7 +1280,7 @@ FED: dict[str, Oracle] = {
 
 WHOLE = table(
     adago, adai, adamuon, apollo_qn, clipped_adamw, dion2, dog, dowg, gravity, lookahead_adamw, muon, normuon,
-    polargrad, scion, sgd_sai, sngm, swats, vradam,
+    polargrad, scion, sngm, swats, vradam,
     adalite=peer("Adalite"),
     adam_swd=named(peer("AdamS"), amsgrad="ams_bound"),
     avagrad=peer("AvaGrad"),
@@ -1375,6 +1294,7 @@ WHOLE = table(
     radam_schedule_free=schedule_free(schedulefree.RAdamScheduleFree),
     schedule_free_adamw=schedule_free(schedulefree.AdamWScheduleFree),
     schedule_free_sgd=schedule_free(schedulefree.SGDScheduleFree),
+    sgd_sai=peer("SGDSaI"),
 )  # fmt: skip
 
 
