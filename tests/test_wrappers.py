@@ -5,14 +5,12 @@ import os
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pytorch_optimizer import AdaGC, Ranger
 from pytorch_optimizer import agc as unitwise
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -24,8 +22,7 @@ from optgen.driver.fuzz import Example
 from optgen.driver.load import find_spec
 from optgen.driver.steps import rule_step
 from optgen.lang import Spec, flag, hyper, nonneg, state, wrapper, wrappers
-from tests import oracles
-from tests.harness import make_step, plan_of, sampled, spec_of
+from tests.harness import make_step, plan_of, spec_of
 from tests.oracles import clipped
 from tests.training import bits
 
@@ -374,68 +371,6 @@ def test_wrappers_take_no_pass_over_memory_that_they_do_not_need(text: str) -> N
     assert len(rule_step(spec, {f.name: f.default for f in spec.flags}, "fast").sweeps) == SWEEPS[text]
 
 
-def reading(text: str, **options: Any) -> oracles.Step:
-    """A rule's own fp64 reading."""
-    spec, states = find_spec(text), [{}, {}]
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        p, *states[:] = spec.evaluate(p, g, t, *states, lr=lr, **options)
-        return p
-
-    return step
-
-
-def heavyball_sphere() -> oracles.Step:
-    utils, radius = oracles.optional("heavyball").utils, []
-    utils.compile_mode = None
-
-    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
-        p = p.float()
-        radius.extend([p.norm()] if t == 1 else [])
-        utils.hyperball_step_([p], [g.float()], radius, lr, 0.0, False, None)
-        return p.double()
-
-    return step
-
-
-ADAMW, RANGER = {"weight_decay": 0.1}, {"betas": (0.95, 0.99), "alpha": 0.4, "eps": 1e-5, "weight_decay": 0.1}
-MARS, NESTEROV = ADAMW | {"betas": (0.95, 0.99)}, ADAMW | {"momentum": 0.9, "nesterov": True}
-ADAGC = {"lambda_abs": 0.8, "lambda_rel": 0.9, "weight_decay": 0.1}
-FACTORS = 2.0**-40  # the same factors in another order
-BESIDE: list[tuple[str, Callable[[], oracles.Step], float, dict[str, Any], float]] = [
-    ("mars(adamw)", partial(reading, "mars", **MARS), 3e-3, MARS, 0),
-    ("orthograd(sgd)", partial(reading, "orthograd", **NESTEROV), 0.1, NESTEROV, 0),
-    ("cautious(adamw)", partial(reading, "cautious_adamw", **ADAMW), 0.01, ADAMW, FACTORS),
-    ("cautious(lion)", partial(reading, "cautious_lion", **ADAMW), 0.01, ADAMW, FACTORS),
-    ("grams(adamw)", partial(reading, "grams", **ADAMW, eps=1e-6), 0.01, ADAMW | {"eps": 1e-6}, FACTORS),
-    ("schedule_free(sgd)", partial(reading, "schedule_free_sgd", momentum=0.8, warmup_steps=3), 0.2,
-     {"sf_beta": 0.8, "warmup_steps": 3}, FACTORS),
-    # Their norm over the model is an fp32 number: steps of lr are each that much longer or shorter.
-    ("adagc(adamw)", partial(oracles.stepping, lambda ps: AdaGC(ps, beta=0.6, warmup_steps=3, **ADAGC)), 0.05,
-     ADAGC | {"agc_beta": 0.6, "agc_steps": 3}, 0.05 * 2.0**-24),
-    ("lookahead(centralized(radam))", partial(
-        oracles.stepping, lambda ps: Ranger(ps, **RANGER, k=6, degenerated_to_sgd=True)), 0.01,
-     RANGER | {"lookahead_k": 6, "decoupled_weight_decay": True}, 64 * 4 * 2.0**-53),
-    ("hyperball(sgd)", heavyball_sphere, 0.2, {}, 3 * 120 * 2.0**-24 * 12),  # in fp32: norms of 120 elements, near 11
-]  # fmt: skip
-"""A wrapped rule, the one written out or another package's, lr, options, and how far a step may be off."""
-
-
-@pytest.mark.parametrize("shape", [(5, 3), (4, 5, 3, 2), (7,)], ids=str)
-@pytest.mark.parametrize(("text", "theirs", "lr", "options", "off"), BESIDE, ids=lambda x: x if type(x) is str else "")
-def test_a_wrapped_rule_is_somebody_elses(
-    text: str, theirs: Any, lr: float, options: dict[str, Any], off: float, shape: tuple[int, ...]
-) -> None:
-    if text.startswith("hyperball") and len(shape) < 2:
-        pytest.skip("a vector takes the rule's own step")
-    draw, ours, theirs = torch.Generator().manual_seed(6), reading(text, **options), theirs()
-    p = q = torch.randn(shape, generator=draw, dtype=torch.float64)
-    for t in range(1, 21):
-        g = torch.randn(shape, generator=draw, dtype=torch.float64)
-        p, q = ours(p, g, t, lr), theirs(q, g, t, lr)
-        torch.testing.assert_close(p, q, rtol=0, atol=t * off)
-
-
 def test_spam_begins_anew() -> None:
     """Adam of clipped gradients that is made anew every k steps, in fp64."""
     spec, adam, k = find_spec("spam_reset(adamw)"), spec_of("adamw"), 4
@@ -481,41 +416,6 @@ def test_a_wrapper_that_does_not_fit_is_refused_before_anything_is_made(text: st
     with pytest.raises(UserError, match=says) as caught:
         find_spec(text).check()
     assert caught.value.hint and (caught.value.code == "E404" or caught.value.locs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", wrappers.__all__)
-def test_a_wrapper_goes_around_every_rule_or_says_why_not(name: str) -> None:
-    """E113: it lacks what is needed; E105: under these flags; E115: it is that wrapper's already."""
-    refused = {}
-    for rule in optgen.list("*"):
-        try:
-            getattr(wrappers, name)(find_spec(rule)).trace()
-        except UserError as error:
-            refused[rule] = error.code if error.locs and error.hint else "without a place or a hint"
-    assert set(refused.values()) <= {"E113", "E105", "E115"}
-    assert "adamw" not in refused
-
-
-EVERY = [(rule, by) for rule in optgen.list("*") for by in ("clipped", "lookahead") if not rule.startswith(by)]
-
-
-@pytest.mark.parametrize(("rule", "by"), sampled("wrapped", EVERY))
-def test_clipping_and_lookahead_go_around_every_rule(rule: str, by: str) -> None:
-    """The rule itself, of gradients that torch has clipped, or with slow weights; names that it has get a prefix."""
-    inner, own = spec_of(rule), {"clipped": "max_norm", "lookahead": "alpha"}[by]
-    options = {f"{by}_{own}" if own in {h.name for h in inner.hypers} else own: OPTIONS[own]}
-    options |= {"lookahead_k": 2} if by == "lookahead" else {}
-    outer, draw = getattr(wrappers, by)(inner), torch.Generator().manual_seed(0)
-    p = q = slow = torch.randn(4, 3, generator=draw, dtype=torch.float64)
-    states: list[Any] = [({}, {}), ({}, {})]
-    for t in range(1, 6):
-        g = torch.randn(4, 3, generator=draw, dtype=torch.float64)
-        p, *states[0] = outer.evaluate(p, g, t, *states[0], **options)
-        q, *states[1] = inner.evaluate(q, clipped(g, clip_grad_norm_, 0.7) if by == "clipped" else g, t, *states[1])
-        if by == "lookahead" and t % 2 == 0:
-            slow = q = slow + OPTIONS["alpha"] * (q - slow)
-        torch.testing.assert_close(p, q, rtol=2.0**-40, atol=2.0**-40)
 
 
 def test_make_takes_wrapped_rules_by_their_text() -> None:
