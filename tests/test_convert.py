@@ -16,7 +16,6 @@ from optgen.base.errors import UserError
 from optgen.driver import cli
 from optgen.driver.checkpoints import convert, verify
 from optgen.optim import AdamW
-from optgen.runtime.checkpoint import container
 from tests.harness import python
 from tests.training import bits, states, train
 
@@ -68,23 +67,6 @@ def test_from_plan_to_plan(tmp_path: Path, first: str, second: str, dtype: torch
     assert bits(got_model.state_dict()) == bits(want_model.state_dict())
     train(got, range(3, 4))
     assert verify(b)["findings"] == []
-
-
-def test_to_another_dtype_and_back_costs_no_bit(tmp_path: Path) -> None:
-    """fp32 weights are kept in full by fp32_master; what torch has of the states, too."""
-    model = Net()
-    opt = AdamW(model.named_parameters(), plan="fp32")
-    train(opt, range(2))
-    a, b, c = (str(tmp_path / f"{x}.pt") for x in "abc")
-    save_checkpoint(a, opt, model)
-    convert(a, b, to="fp32_master", param="bfloat16")
-    assert container.read(b)["model"]["w"].dtype == torch.bfloat16
-    convert(b, c, to="fp32", param="float32")
-    other = Net(1)
-    again = AdamW(other.named_parameters(), plan="fp32")
-    load_checkpoint(c, again, other)
-    assert states(again) == states(opt)
-    assert bits(other.state_dict()) == bits(model.state_dict())
 
 
 @pytest.mark.parametrize("to", ["fp32_master", "torch"])

@@ -110,30 +110,6 @@ def test_accelerate_stopped_and_resumed(tmp_path: Path, precision: str, every: i
     assert not same_weights(whole, loop.network())
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_accelerate_saves_in_evaluation(tmp_path: Path) -> None:
-    ends = []
-    for stop in (None, 2):
-        model = nn.Linear(64, 64)
-        nn.init.ones_(model.weight)
-        nn.init.zeros_(model.bias)
-        accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-        model, opt = accelerator.prepare(model, optgen.make("ema(adamw)", model, plan="int8", lr=1e-2))
-        for t in range(4):
-            if t == stop:
-                opt.eval()
-                accelerator.save_state(tmp_path)
-                opt.train()
-                nn.init.zeros_(model.weight)
-                accelerator.load_state(tmp_path)
-                opt.train()
-            accelerator.backward(model(torch.randn(2, 64, generator=torch.Generator().manual_seed(t))).square().mean())
-            opt.step()
-            opt.zero_grad()
-        ends.append(model)
-    assert same_weights(*ends)
-
-
 # -- Lightning --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "options", [{}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}], ids=["plain", "bf16-accumulated"]

@@ -189,17 +189,6 @@ def test_a_first_step_keeps_as_much_of_every_weight_as_the_page_says(plan: str, 
     assert ((opt.full_weights()[0].double() - exact.double()).abs() <= bound).all()
 
 
-def test_without_a_place_for_low_bits_none_are_kept() -> None:
-    model = cast_model(Net(), torch.bfloat16)
-    shown = model.body.weight.detach().clone()
-    opt = still(model, "bf16")
-    zero_step(opt)
-    assert torch.equal(model.body.weight, shown)
-    assert not any(low_bits.ATTRIBUTE in p.__dict__ for p in model.parameters())
-    opt.load_master_state_dict(model, Net(1).state_dict())
-    assert not any(low_bits.ATTRIBUTE in p.__dict__ for p in model.parameters())
-
-
 def test_states_that_start_as_the_weight_start_as_the_full_one() -> None:
     model = nn.Linear(9, 5)
     exact = model.weight.detach().clone()

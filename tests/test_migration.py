@@ -98,17 +98,3 @@ def test_its_blocks_run(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
                     assert (error <= allowed(key, kept)).all(), (name, key)
     backward(new["model"])
     new["opt"].step()
-
-
-def test_what_goes_back_to_torch_is_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    blocks = [text for kind, text in SECTIONS["torch.optim.AdamW"] if kind == "python"]
-    new: dict[str, Any] = {"torch": torch, "model": model()}
-    exec(lines(SECTIONS["torch.optim.AdamW"][0][1], "+"), new)
-    backward(new["model"])
-    new["opt"].step()
-    exec(blocks[1], new)
-    for i, p in enumerate(new["model"].parameters()):
-        kept = new["theirs"].state[p]
-        assert kept["step"] == 1
-        assert torch.equal(kept["exp_avg"], new["opt"].dense_state_dict()["state"][i]["exp_avg"])
