@@ -104,14 +104,19 @@ def read(cls: Any, groups: Groups, saved: Mapping[str, Any], present: Mapping[An
         misfits.add("another rank found what does not fit its parts, and says it")
     misfits.stop()
     _warn_of_absent(cls, absent, present, loaded.states)
-    unnamed = [source for source in sources if "plan" in source and not source.get("param_names")]
+    _warn_of_names(cls, groups, sources)
+    return loaded
+
+
+def _warn_of_names(cls: Any, groups: Groups, sources: Sequence[Mapping[str, Any]]) -> None:
+    """Warn if an optimizer with names goes on from a checkpoint without them."""
+    unnamed = [source for source in sources if "plan" in source and source["params"] and not source.get("param_names")]
     if unnamed and any(group.get("param_names") for group in groups):
         warn(
             f"{cls.__name__}.load_state_dict: the checkpoint is of an optimizer without names: random bits follow the "
             f"names of this one from now on, and are others than its run would have had",
             cls,
         )
-    return loaded
 
 
 def _warn_of_absent(cls: Any, absent: Absent, present: Mapping[Any, Any], states: Mapping[Any, Any]) -> None:
