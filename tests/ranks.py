@@ -671,17 +671,6 @@ def sums_over_the_model(here: Here) -> None:
         runs.one.step()
         runs.many.step()
     runs.same()
-    params = [piece.parameter(True) for piece in pieces]
-    opt = optim.Prodigy(params, plan="fp32", backend=here.backend)
-    for _ in range(3):
-        for q, piece in zip(params, pieces, strict=True):
-            q.grad = piece.of(here.values(*piece.value.shape))
-        opt.step()
-    for name in ("d", "d_max"):
-        found = [sharding.local(opt.state[q][name]) for q in params if name in opt.state[q]]
-        for value in found:
-            everywhere(value)
-            assert torch.equal(value, found[0])
 
 
 @case(2, 3)
@@ -1105,45 +1094,25 @@ def loads_whole_and_dense(here: Here) -> None:
 def evaluates(here: Here) -> None:
     """Averages for evaluation, and checkpoints that are taken then."""
     mesh = here.mesh(here.world)
-    for plan, dtype in (("fp32", torch.float32), ("int8_split24", torch.bfloat16)):
-        runs, *again = [
-            Runs(here, optim.ScheduleFreeAdamW, rows(here, mesh, [(97, 130), (7,)], dtype), plan=plan)
-            for _ in range(3)
-        ]
-        runs.step(2)
-        for opt in (runs.one, runs.many):
-            opt.eval()
-        for p, q in zip(runs.alone, runs.parts, strict=True):
-            alike(p.detach(), q.detach(), "the average")
-        for p, q in zip(runs.one.full_weights(), runs.many.full_weights(), strict=True):
-            alike(p, q, "the average in fp32")
-        again[0].many.load_state_dict(runs.many.state_dict())
-        again[1].many.load_state_dict(runs.many.dense_state_dict())
-        for opt in (runs.one, runs.many, *(other.many for other in again)):
-            opt.train()
-        runs.same()
-        for other in again:
-            for p, q in zip(runs.alone, other.parts, strict=True):
-                alike(p.detach(), q.detach(), "the weight of training")
-
-
-@case(2)
-def measures_parts(here: Here) -> None:
-    """Squares of norms add up over ranks; fp32 sums of runs of 256, twice rounded: within 2 * 300 * 2^-24 < 2^-14."""
-    runs = Runs(here, optim.AdamW, rows(here, here.mesh(2), [(97, 130), (1, 5000)], torch.bfloat16))
-    runs.step()
-    found: list[dict[str, Any]] = []
+    runs, *again = [
+        Runs(here, optim.ScheduleFreeAdamW, rows(here, mesh, [(97, 130), (7,)], torch.bfloat16), plan="int8_split24")
+        for _ in range(3)
+    ]
+    runs.step(2)
     for opt in (runs.one, runs.many):
-        opt.watch(1, to=lambda step, tensors: found.append(tensors), sample=float("inf"))
-    runs.step()
-    alone, mine = found
-    for name, row in alone.items():
-        part = mine.get(name, {"elements": 0})
-        for key in ("elements", "weight_norm", "gradient_norm", "update_norm"):
-            total = torch.tensor(float(part.get(key, 0)) ** (1 if key == "elements" else 2), dtype=torch.float64)
-            dist.all_reduce(total)
-            wanted = row[key] ** (1 if key == "elements" else 2)
-            assert abs(total.item() - wanted) <= 2**-14 * wanted, (name, key, total, wanted)
+        opt.eval()
+    for p, q in zip(runs.alone, runs.parts, strict=True):
+        alike(p.detach(), q.detach(), "the average")
+    for p, q in zip(runs.one.full_weights(), runs.many.full_weights(), strict=True):
+        alike(p, q, "the average in fp32")
+    again[0].many.load_state_dict(runs.many.state_dict())
+    again[1].many.load_state_dict(runs.many.dense_state_dict())
+    for opt in (runs.one, runs.many, *(other.many for other in again)):
+        opt.train()
+    runs.same()
+    for other in again:
+        for p, q in zip(runs.alone, other.parts, strict=True):
+            alike(p.detach(), q.detach(), "the weight of training")
 
 
 @case(2)

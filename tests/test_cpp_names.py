@@ -1,17 +1,14 @@
 """Rules that the C++ printer must not trip over: its own names, values that outlive a loop, zeros of either sign."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from optgen.formats import Blocked, Float, LogMax, narrow, scales, softsign
-from optgen.lang import hyper, maximum, minimum, nonneg, optimizer, sqrt, state, where
-from optgen.lang.values import bits, block_max, cast
+from optgen.formats import Float
+from optgen.lang import hyper, nonneg, optimizer, sqrt, state
 from optgen.ops import dtypes
-from optgen.ops.dtypes import i16
 from optgen.runtime.cpu import native
 from tests import harness
 
@@ -82,23 +79,3 @@ def test_a_loop_of_its_own_reads_nothing_that_was_overwritten(param: str, isa: s
 def test_an_author_may_use_any_name(plan: str, isa: str, tmp_path: Path) -> None:
     """Found by review: a hyper-parameter `i` was the loop's counter, silently."""
     check(words, harness.plan_of(plan), "bfloat16", tmp_path, isa)
-
-
-@dataclass(frozen=True)
-class Upper(LogMax):
-    """A format that encodes other values than those of which it takes the block's maximum."""
-
-    def _encode(self, x: Any, noise: Any) -> Any:
-        pattern = bits(sqrt(x))
-        within = minimum(pattern, self.highest)
-        top = (maximum(block_max(pattern, self.block), self.lowest) - self.lowest) >> 21
-        code = where(within < (top << 21), 0, (within >> 20) & self.codes)
-        return narrow.cut(code, self.bits) | {"peak": cast(top, i16)}, top << 21, code
-
-
-def test_a_format_keeps_other_values_than_it_takes_the_maximum_of(tmp_path: Path) -> None:
-    """Found by an experiment with formats: the blocks' loop asked for an array that nothing had declared."""
-    plan = harness.plan_of("int8_split24").but(
-        "upper", signed=Blocked(8, 64, softsign(1), scales.ue8m8), nonneg=Upper(3, 64)
-    )
-    check(harness.spec_of("adamw"), plan, "bfloat16", tmp_path, "")

@@ -1,6 +1,5 @@
 """Steps of several stages: C++ kernels give the eager reference's bits in strict maths, and keep fast maths' bound."""
 
-import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -147,30 +146,3 @@ def test_any_number_of_threads_gives_the_same_bits(
         found.append(train(cls, "cpp", dtype_for(plan), plan, SHAPES))
     compare(found[0], found[1], SHAPES)
     compare(found[0], found[2], SHAPES)
-
-
-def test_stages_in_two_calls_are_the_step() -> None:
-    """The host may do what stands between two levels."""
-    cls = optgen.compile("came", "int8_split24", maths="strict")
-    shapes = [(130, 150), (3, 5, 128)]
-    whole = train(cls, "cpp", torch.bfloat16, "int8_split24", shapes)
-    cut = train(cls, "cpp", torch.bfloat16, "int8_split24", shapes)
-    function, given = stages_of(cut[2])
-    count = len(cut[2]._stepper.plans.kept[0].parts[0].bucket.variant.stages)
-    assert function(*given, -1, count) and function(*given, 0, count + 1)
-    for k in range(count):
-        assert function(*given, k, k + 1) == 0
-    function, given = stages_of(whole[2])
-    assert function(*given, 0, count) == 0
-    compare(whole, cut, shapes)
-    assert not same_bits(whole[0][0], train(cls, "cpp", torch.bfloat16, "int8_split24", shapes)[0][0])
-
-
-def stages_of(opt: Any) -> tuple[Any, tuple[Any, ...]]:
-    """`optgen_stages` of an optimizer's first bucket, and all arguments but the range."""
-    part = opt._stepper.plans.kept[0].parts[0]
-    (library,) = native.load([cpu.job(part.bucket.plan, part.bucket.variant, torch.bfloat16)])
-    assert isinstance(library, ctypes.CDLL)
-    function = library.optgen_stages
-    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int32] * 4)
-    return function, (part.kernels.table.address, part.kernels.table.tensors, part.bucket.row, 17, 2)
