@@ -12,7 +12,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from optgen.driver import explain, load, targets
-from tools.bench import cpu, memory, race
+from tools.bench import cpu, race
 from tools.bench.race import BASE, COPY, FP32, Contender, Lane, Target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,36 +60,6 @@ def test_ratios_are_medians_of_rounds() -> None:
 
 
 # Sections -------------------------------------------------------------------------------------------------------------
-class Breaking(torch.optim.SGD):
-    """An optimizer whose steps end in an error from a number on."""
-
-    left = 12
-
-    def step(self, closure: Any = None) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise torch.OutOfMemoryError("cannot open /home/somebody/cache/kernel.so")
-
-
-def test_a_contender_that_fails_costs_nobody_else_a_row() -> None:
-    def refuse(params: Any) -> Any:
-        raise RuntimeError("no such kernel")
-
-    late = sgd("late", 4, lambda p: Breaking(p, lr=0.1))
-    field = [sgd(BASE), sgd("bad", make=refuse), late, sgd("other", ours=True)]
-    found = race.section("here", [(8,), (4, 4)], field, rounds=4, copied=64, memory=1e6)
-    assert [r["name"] for r in found["rows"]] == [BASE, "other"] and found["elements"] == 24
-    assert found["left_out"] == {
-        "bad": "RuntimeError: no such kernel",
-        "late": "OutOfMemoryError: cannot open kernel.so",
-    }
-    assert found["rows"][1]["speed"]["n"] == 4 and found["rows"][1]["of_copy"]["median"] > 0
-    page = "\n".join(race.section_lines(found))
-    assert "## here, 1 thread" in page and "Left out: bad (RuntimeError: no such kernel); late (" in page
-    nothing = race.section("here", [(8,)], field[:1], copied=64, memory=1e6, end=0.0)
-    assert nothing["rows"] == [] and nothing["left_out"] == {BASE: "no time left"}
-
-
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 RUN = [
@@ -130,22 +100,3 @@ def test_a_dry_run_of_both_halves(tmp_path: Path, compiling: dict[str, str]) -> 
     assert all(section["rows"] for section in found["sections"].values())
     checks = {name.split("::")[1].split("[")[0] for name in found["correctness"]["outcomes"]["PASSED"]}
     assert len(checks) == 5
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can forget the peak of a process")
-def test_released_gradients_are_not_in_the_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPTGEN_BACKEND")  # eager torch takes more room than kernels
-    layers, width = 24, 512
-    said: list[str] = []
-    given = ["--layers", str(layers), "--width", str(width), "--out", str(tmp_path), "--name", "here"]
-    assert memory.main([*given, "--ways", "ordinary", "released"], said.append) == 0
-    ordinary, released = json.loads((tmp_path / "memory-here.json").read_text())["rows"]
-    assert [round(row["counted"], 4) for row in (ordinary, released)] == [7.0625, 5.0625]
-    numel = layers * width * width
-    # Each of a layer's tensors may leave a page unused at both ends, and the process moves by itself.
-    page = (4096 * 8 * layers + 2**20) / numel
-    # All but two layers' gradients are gone (one is being made while one is used), 2 bytes each.
-    assert ordinary["per_parameter"] - released["per_parameter"] >= 2 * (1 - 2 / layers) - page
-    assert released["per_parameter"] >= 5.0625 - page
-    assert "gradients released" in (tmp_path / "memory-here.md").read_text() and len(said) == 2

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -67,16 +66,6 @@ def test_new_build_check_list(project: Path, run: Run) -> None:
     assert (code, "my_rule" in out, "adamw" in out) == (0, True, False)
 
 
-def test_check_says_one_where_files_differ(project: Path, run: Run) -> None:
-    run("new", "mine")
-    code, out, err = run("build", "--check", "--json")
-    assert (code, as_json(out)["exit"]) == (1, 1)
-    assert "+class Mine(Optimizer):" in as_json(out)["diff"]
-    code, out, err = run("build", "--check")
-    assert (code, "+class Mine(Optimizer):" in out, "/__init__.py" in err) == (1, True, True)
-    assert not (project / "generated").exists()
-
-
 def test_show(run: Run) -> None:
     code, out, _ = run("show", "lion", "--plan", "fp32", "--json")
     assert (code, list(as_json(out)["parts"])) == (0, ["program", "codec of p: bf16, nearest"])
@@ -92,7 +81,7 @@ def test_explain(run: Run) -> None:
     assert {row["name"] for row in data["memory"]} == {"p", "exp_avg", "exp_avg_sq"}
     code, out, _ = run("explain", "adamw", "--plan", "flashoptim", "--flag", "amsgrad", "--param", "float16")
     assert code == 0
-    for word in ("max_exp_avg_sq", "one sweep", "L5 error", "discouraged", "B per parameter and step"):
+    for word in ("max_exp_avg_sq", "for the update: reads p", "L5 error", "discouraged", "B per parameter and step"):
         assert word in out
 
 
@@ -158,13 +147,6 @@ def test_fuzz_says_that_no_bound_is_known_of_a_format(project: Path, run: Run) -
     code, out, _ = run(*command, "--json")
     data = as_json(out)
     assert (code, data["holds"], data["unknown"], data["reproduce"]) == (1, False, {"exp_avg": "Mine"}, "")
-
-
-def test_fuzz_counts_the_elements_of_which_no_bound_is_known(run: Run) -> None:
-    code, out, _ = run("fuzz", "muon", "--plan", "fp32", "--case", '{"shape":[8,8]}')
-    assert code == 0
-    assert "no bound is known of p (64 of 64 elements)" in out
-    assert "1 examples, every other element within its bound" in out
 
 
 def test_fuzz_in_tritons_interpreter(run: Run) -> None:
@@ -342,22 +324,6 @@ def test_a_class_under_optimizer_is_refused_by_name_and_by_project(project: Path
         assert code == 2 and "E113" in err and "has no @optimizer" not in err, err
 
 
-CHAINED = """from optgen.lang import hyper, model_total, optimizer
-@optimizer()
-def r(p, g, *, lr=hyper(1e-2, ge=0)):
-    one = model_total(g * g)
-    two = model_total(one * p * p)
-    p = p - lr * model_total(two * g * p) * g
-    return p
-"""
-
-
-def test_explain_names_sums_over_the_model(project: Path, run: Run) -> None:
-    (project / "r.py").write_text(CHAINED)
-    found = re.findall(r"needs (\w+)", run("explain", "r.py", "--plan", "fp32")[1])
-    assert found == ["model_sum"] * 3
-
-
 def test_check_counts_specs_with_errors_and_names_files_without_a_spec(project: Path, run: Run) -> None:
     (project / "specs").mkdir()
     (project / "specs/r.py").write_text(HEAD + RULE.format(step="lr * g").replace("@optimizer()", ""))
@@ -414,19 +380,11 @@ def test_a_file_that_may_not_be_read_is_named(project: Path, run: Run, monkeypat
     assert (code, [s["states"] for s in as_json(out)["specs"] if s["name"] == "mine"]) == (0, ["error E417"])
 
 
-def test_bytes_of_a_plan_are_listed_for_both_dtypes(run: Run) -> None:
-    plans = {p["name"]: (p["bytes"], p["bytes_float32"]) for p in as_json(run("list", "--json")[1])["plans"]}
-    assert (plans["fp32"], plans["int8"]) == (("10", "12"), ("4.0625", "6.0625"))
-    line = next(line for line in run("list")[1].splitlines() if line.startswith("fp32 "))
-    assert line.split()[:3] == ["fp32", "10", "12"]
-
-
 def test_what_is_built_is_judged_and_printed_without_torch(tmp_path: Path) -> None:
     """To import it takes a second, and no format of a ready-made plan is looked at from outside; help needs less."""
     code = (
         "import sys\nfrom optgen.driver.cli import main\nassert main(['--help']) == 0\n"
         "assert not {'torch', 'sympy', 'jinja2', 'optgen.lang'} & set(sys.modules)\n"
-        "from optgen.driver import build\nbuild.PROCESSES = 1\n"
         "assert main(['build', 'lion', '--out', 'made']) == 0\nassert 'torch' not in sys.modules\n"
     )
     python(code, cwd=tmp_path)

@@ -33,15 +33,6 @@ def test_a_run_depends_on_its_seed_alone(text: Corpus) -> None:
     assert train(text, torch.float32, 0).validation != train(text, torch.float32, 1).validation
 
 
-@pytest.mark.parametrize(("dtype", "bytes_each"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_the_model_learns_and_its_bytes_are_counted(text: Corpus, dtype: torch.dtype, bytes_each: int) -> None:
-    run = train(text, dtype, 0)
-    # The made-up text repeats: the next byte is certain, while a guess among its 7 values costs log 7.
-    assert run.final < math.log(7)
-    assert run.weight_bytes == bytes_each * run.parameters
-    assert run.state_bytes == 2 * bytes_each * run.parameters
-
-
 def test_the_sentence_follows_the_numbers() -> None:
     def runs(*finals: float) -> list[demo_model.Run]:
         return [demo_model.Run([(1, loss)], 0, 0, 1, 0.0, 0.0) for loss in finals]

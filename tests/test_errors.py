@@ -10,7 +10,6 @@ import pytest
 
 from optgen.base.errors import TABLE, UserError, did_you_mean
 from optgen.base.loc import Loc
-from optgen.driver.load import find_spec
 from optgen.driver.project import read_config
 from tests.error_cases import CALLS, PRELUDE, TEXTS
 
@@ -36,29 +35,6 @@ def test_prints_its_golden_text(name: str, tmp_path: Path, monkeypatch: pytest.M
 def test_every_code_has_a_case_and_every_case_a_code() -> None:
     assert {name.split("_")[0] for name in [*TEXTS, *CALLS]} == set(TABLE)
     assert {p.stem for p in GOLDEN.glob("*.txt")} == {*TEXTS, *CALLS}
-
-
-@pytest.mark.parametrize(
-    ("row", "encoding", "column", "marked"),
-    [
-        ("é = 'ééé'; x = (1, 2 3)", "utf-8", 20, "2 3"),
-        ("é = 'ééé'; x = (1, 2 3)", "latin-1", 20, "2 3"),
-        ("é = 'ééé'; é + )", "utf-8", 16, ")"),
-        ("é = 'ééé'; return é", "utf-8", 12, "return é"),
-        ("é = 'ééé'; return é", "latin-1", 12, "return é"),
-    ],
-)
-def test_what_python_cannot_read_is_marked_in_characters(
-    row: str, encoding: str, column: int, marked: str, tmp_path: Path
-) -> None:
-    """Python itself counts either, by what it was doing."""
-    file = tmp_path / "broken.py"
-    file.write_text(f"# -*- coding: {encoding} -*-\n{row}\n", encoding)
-    with pytest.raises(UserError) as caught:
-        find_spec(str(file))
-    *_, place, line, marks, _ = str(caught.value).splitlines()
-    assert place.endswith(f"broken.py:2:{column}")
-    assert "".join(c for c, mark in zip(line, marks.ljust(len(line)), strict=True) if mark == "^") == marked
 
 
 def test_columns_of_toml_are_characters(tmp_path: Path) -> None:

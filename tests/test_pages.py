@@ -137,16 +137,6 @@ def test_methods_are_covered_by_a_rule_or_miss_something() -> None:
     assert [m for m in methods if bool(m["rule"]) == bool(m["missing"])] == []
 
 
-def test_pictures_are_small_and_have_two_themes() -> None:
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in draw.IMAGES.glob("*.svg")}
-    assert texts.keys() == draw.PICTURES.keys()
-    assert max(map(len, texts.values())) <= 800 * len(optgen.optim.__all__)
-    assert all("prefers-color-scheme:dark" in text and "<image" not in text for text in texts.values())
-    assert not set(re.findall(r"#[0-9a-f]{6}", "".join(texts.values()))) - {*draw.COLOURS, *draw.DARK}
-    counts = re.findall(r"Ways of (\d+) .*/(\w+)\.svg", (ROOT / "docs/gallery.md").read_text(encoding="utf-8"))
-    assert counts == [(str(texts[name].count("</text>")), name) for name in ("rosenbrock", "rastrigin")]
-
-
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 WRITTEN = ("README.md", "ARCHITECTURE.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")))
 
@@ -262,30 +252,6 @@ def test_what_the_first_lines_say_is_true() -> None:
         assert text.split("\n\n")[1] == line
     for link in re.findall(r"\]\(([^)]*)|(?:src|href)=.([^\"']*)", project["readme"]["text"]):  # seen from PyPI
         assert "".join(link).startswith("https://")
-
-
-FORMS = {"mfrac": r"\frac{%s}{%s}", "msqrt": r"\sqrt{%s}", "msub": "%s_{%s}", "msup": "%s^{%s}"}
-
-
-def as_latex(x: ElementTree.Element) -> str:
-    """Return MathML as LaTeX, of the elements that AdamW's formulas have."""
-    if x.tag == "mspace":
-        return r"\,"
-    inner = [as_latex(child) for child in x]
-    inner = ["".join(inner)] if x.tag == "msqrt" else inner
-    return FORMS[x.tag] % tuple(inner) if x.tag in FORMS else (x.text or "") + "".join(inner)
-
-
-def test_formulas_of_adamw_are_the_paper_s() -> None:
-    """Algorithm 2 of arXiv:1711.05101, with the decay first."""
-    lines = [[ElementTree.fromstring(f"<x>{unescape(x)}</x>") for x in line] for line in formulas(find_spec("adamw"))]
-    assert [" = ".join(map(as_latex, line)).translate(str.maketrans("\u2212\u2032", "-'")) for line in lines] == [
-        r"θ^{'} = θ_{t-1}\,(1-η\,λ)",
-        r"m_{t} = β_{1}\,m_{t-1}+(1-β_{1})\,g",
-        r"v_{t} = β_{2}\,v_{t-1}+(1-β_{2})\,g^{2}",
-        r"denom = \frac{\sqrt{v_{t}}}{\sqrt{1-β_{2}^{t}}}+ε",
-        r"θ_{t} = θ^{'}-\frac{\frac{η}{1-β_{1}^{t}}\,m_{t}}{denom}",
-    ]
 
 
 def test_a_rule_is_shown_as_its_author_wrote_it() -> None:

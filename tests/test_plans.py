@@ -86,13 +86,6 @@ def test_a_discouraged_plan_warns_of_states_that_it_keeps_only() -> None:
     assert _warned((64, 64), plan="int8_split24", overrides={"numel < 9999": "bf16"})
 
 
-def test_groups_that_come_later_are_warned_of_too() -> None:
-    opt = AdamW([nn.Parameter(torch.zeros(64, 64))], plan="int8_split24")
-    with pytest.warns(UserWarning, match="AdamW: plan 'bf16' is discouraged") as caught:
-        opt.add_param_group({"params": [nn.Parameter(torch.zeros(64, 64))], "plan": "bf16"})
-    assert len(caught) == 1
-
-
 def test_discouraged_plans_say_why_and_only_those_round_averages_to_nearest() -> None:
     slow = {"exp_avg": Recurrence("ema", 0.9), "exp_avg_sq": Recurrence("ema", 0.999)}
     for plan in ALL:

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from optgen import _ready, optim
 from optgen.base import ready
@@ -105,15 +104,6 @@ def test_a_folder_that_is_only_read_is_read(empty: Path, tmp_path: Path, monkeyp
     assert (other / "x.py").read_text() == "2\n"
 
 
-def test_a_folder_is_there_whole_or_not_at_all(empty: Path) -> None:
-    def fails(into: Path) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        cache.kept("one/two", fails)
-    assert list((empty / "one").iterdir()) == []
-
-
 def test_a_changed_spec_is_generated_anew(empty: Path, tmp_path: Path) -> None:
     unused = shutil.ignore_patterns("__pycache__")
     for name in ("optgen", "specs"):
@@ -125,9 +115,3 @@ def test_a_changed_spec_is_generated_anew(empty: Path, tmp_path: Path) -> None:
     spec.write_text(spec.read_text().replace("lr=hyper(1e-4", "lr=hyper(2e-4"))
     assert python(code, cwd=tmp_path, env=env) == "0.0002\n"
     assert len(list(empty.glob("ready_*"))) == 2
-
-
-def test_findings_about_a_plan_come_with_the_pair() -> None:
-    p = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
-    with pytest.warns(UserWarning, match="AdaBelief: plan 'bf16' is discouraged: `exp_avg"):
-        optim.AdaBelief([p], plan="bf16")

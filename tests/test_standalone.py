@@ -68,11 +68,6 @@ def test_bits_of_the_package(pair: str, tmp_path: Path) -> None:
     check(pair, optimizer(pair, tmp_path), "reference", SHAPES, 4)
 
 
-def test_a_file_takes_the_coefficients_that_the_package_takes(tmp_path: Path) -> None:
-    options = {"ns_coefficients": "deepseek"}
-    check("muon/fp32", optimizer("muon/fp32", tmp_path), "reference", ((6, 10),), 2, **options)
-
-
 @pytest.mark.parametrize("pair", KERNELS)
 def test_kernels_have_the_bits_of_the_package(pair: str, tmp_path: Path) -> None:
     """Also where rows end within a block; in Triton's interpreter."""

@@ -103,30 +103,6 @@ def test_ready_made_optimizers_step_without_the_compiler(python: Callable[..., s
     assert python(code) == python(code, *compiler) == f"{len(ready.plans())}\n" * len(names)
 
 
-def test_rules_around_ready_made_rules(python: Callable[..., str], tmp_path: Path) -> None:
-    """The ready-made ones under other plans, and a project's own, in specs/ and in a file beside nothing."""
-    (tmp_path / "specs").mkdir()
-    rule = "from optgen.lang import clipped\nfrom specs.adamw import adamw as base\n\nmine = clipped(base)\n"
-    (tmp_path / "specs" / "mine.py").write_text(rule)
-    (tmp_path / "flat").mkdir()
-    (tmp_path / "flat" / "flat.py").write_text(rule)
-    (tmp_path / "flat" / "specs.py").write_text("raise SystemExit('a module of this name is not run')")
-    out = python("""
-        import sys
-        from pathlib import Path
-        # An editable checkout has a package of that name.
-        sys.path = [p for p in sys.path if not (Path(p) / "specs" / "adamw.py").is_file()]
-        import optgen
-        from optgen.driver import load
-        assert load.ready.specs_dir().parts[-2:] == ("optgen", "_specs")
-        for rule in ("lookahead_adamw", "clipped_adamw", "specs/mine.py", "flat/flat.py"):
-            print(optgen.compile(rule, plan="int8_split24").__name__)
-        assert not any(name.startswith("specs.") for name in sys.modules)
-        assert "clipped_adamw" in load.entries() and load.entries()["clipped_adamw"].own
-    """)
-    assert out.split() == ["LookaheadAdamW", "ClippedAdamW", "ClippedAdamW", "ClippedAdamW"]
-
-
 def test_a_project_of_ones_own(python: Callable[..., str], tmp_path: Path) -> None:
     out = python("""
         import sys

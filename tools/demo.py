@@ -21,19 +21,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.syntax import Syntax
-from rich.table import Table
 from torch import nn
 
 from tools.demo_model import Corpus, Run, Size, corpus, train
+from tools.prose import table
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo_out"
@@ -76,60 +73,25 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def one_run(name: str, seed: int, steps: int, text: Corpus, progress: Any) -> Run:
+def one_run(name: str, seed: int, steps: int, text: Corpus) -> Run:
     """Train once, in a worker process."""
     torch.set_num_threads(1)
     contestant = next(c for c in CONTESTANTS if c.name == name)
-    last = 0.0
-
-    def report(step: int, loss: float) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last > 0.2 or step == steps:
-            last = now
-            progress.put((name, seed, step, loss))
-
     made = lambda model: make_optimizer(name, model)  # noqa: E731
-    return train(text, SIZE, made, dtype=contestant.dtype, steps=steps, seed=seed, peak=PEAK, report=report)
+    return train(text, SIZE, made, dtype=contestant.dtype, steps=steps, seed=seed, peak=PEAK)
 
 
-def run_all(console: Console, text: Corpus, steps: int, seeds: int, jobs: int) -> dict[str, list[Run]]:
-    """Train every contestant with every seed, `jobs` at a time with one thread each."""
-    context = multiprocessing.get_context("spawn")
-    texts = TextColumn("{task.description:<24}"), TextColumn("{task.fields[loss]}")
-    columns = texts[0], BarColumn(), MofNCompleteColumn(), texts[1], TimeRemainingColumn()
-    with (
-        context.Manager() as manager,
-        ProcessPoolExecutor(jobs, mp_context=context) as pool,
-        Progress(*columns, console=console) as bars,
-    ):
-        queue = manager.Queue()
-        tasks: dict[str, TaskID] = {c.name: bars.add_task(c.name, total=steps * seeds, loss="") for c in CONTESTANTS}
-        done_steps: dict[tuple[str, int], int] = {}
-
-        def show() -> None:
-            while not queue.empty():  # nobody else takes from it
-                name, seed, step, loss = queue.get()
-                done_steps[name, seed] = step
-                done = sum(count for (other, _), count in done_steps.items() if other == name)
-                bars.update(tasks[name], completed=done, loss=f"loss {loss:.3f}")
-
-        # Seed by seed, so that runs which are compared with each other share the machine's moods.
-        order = [(c.name, seed) for seed in range(seeds) for c in CONTESTANTS]
-        futures: dict[Future[Run], tuple[str, int]] = {
-            pool.submit(one_run, name, seed, steps, text, queue): (name, seed) for name, seed in order
-        }
-        runs: dict[tuple[str, int], Run] = {}
-        waiting = set(futures)
-        while waiting:
-            finished, waiting = wait(waiting, timeout=0.25, return_when=FIRST_COMPLETED)
-            for future in finished:
-                name, seed = futures[future]
-                runs[name, seed] = future.result()
-                if not console.is_terminal:  # no bars there: a line a run says that it is alive
-                    console.print(f"{name}, seed {seed}: validation loss {runs[name, seed].final:.4f}")
-            show()
-        show()
+def run_all(text: Corpus, steps: int, seeds: int, jobs: int) -> dict[str, list[Run]]:
+    """Train every contestant with every seed, `jobs` at a time with one thread each; print a line for each run."""
+    # Seed by seed, so that runs which are compared with each other share the machine's moods.
+    order = [(c.name, seed) for seed in range(seeds) for c in CONTESTANTS]
+    runs: dict[tuple[str, int], Run] = {}
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(one_run, name, seed, steps, text): (name, seed) for name, seed in order}
+        for future in as_completed(futures):
+            name, seed = futures[future]
+            runs[name, seed] = future.result()
+            print(f"{name}, seed {seed}: validation loss {runs[name, seed].final:.4f}", flush=True)
     return {c.name: [runs[c.name, seed] for seed in range(seeds)] for c in CONTESTANTS}
 
 
@@ -170,30 +132,23 @@ def mean_and_spread(values: Iterable[float]) -> tuple[float, float]:
     return statistics.mean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0
 
 
-def table(results: dict[str, list[Run]]) -> Table:
-    """Return the table, of two lines a row to fit a terminal of 80 columns."""
-    shown = Table(title="AdamW, four ways to keep its numbers", show_lines=True)
-    shown.add_column("optimizer", no_wrap=True)
-    for heading in ("bytes per\nparameter", "state\nmemory", "final loss\n± spread", "to fp32\n± 95 %"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    shown.add_column("ms a step\n(optimizer)", justify="right", no_wrap=True)
+def shown(results: dict[str, list[Run]]) -> list[str]:
+    """Return the table: AdamW, four ways to keep its numbers."""
+    rows = []
     for contestant in CONTESTANTS:
         runs = results[contestant.name]
         first = runs[0]
         weights, state = first.weight_bytes / first.parameters, first.state_bytes / first.parameters
         mean, spread = mean_and_spread(r.final for r in runs)
         gap = difference(runs, results[BASE])
-        maker, _, plan = contestant.name.partition(" ")
-        shown.add_row(
-            f"{maker}\n{plan}",
-            f"{weights + state:.2f}\n{weights:.0f} + {state:.2f}",
-            f"{first.state_bytes / 2**20:.2f} MiB",
-            f"{mean:.4f}\n±{spread:.4f}",
-            "" if contestant.name == BASE else f"{gap.mean:+.4f}\n±{gap.half_width:.4f}",
-            f"{statistics.median(r.step_ms for r in runs):.0f}\n"
-            f"({statistics.median(r.optimizer_ms for r in runs):.1f})",
-        )
-    return shown
+        took, own = (statistics.median(getattr(r, x) for r in runs) for x in ("step_ms", "optimizer_ms"))
+        rows.append((
+            contestant.name, f"{weights:.0f} + {state:.2f}", f"{first.state_bytes / 2**20:.2f}",
+            f"{mean:.4f} ± {spread:.4f}", "" if contestant.name == BASE else f"{gap.mean:+.4f} ± {gap.half_width:.4f}",
+            f"{took:.0f} ({own:.1f})",
+        ))  # fmt: skip
+    head = ("AdamW", "bytes", "state, MiB", "final loss ± spread", "to fp32 ± 95 %", "ms a step (optimizer)")
+    return table(head, rows, (0,))
 
 
 def plot(results: dict[str, list[Run]], path: Path) -> None:
@@ -237,13 +192,13 @@ print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps, {per_pa
 """
 
 
-def new_spec(console: Console, steps: int) -> str:
+def new_spec(steps: int) -> str:
     """Do as a user does: a project folder with a spec, `optgen build`, `from generated import ...`."""
     project = OUT / "project"
     shutil.rmtree(project, ignore_errors=True)
     (project / "specs").mkdir(parents=True)
     shutil.copy(EXAMPLE, project / "specs")
-    console.print(Syntax(EXAMPLE.read_text(), "python", word_wrap=True))
+    print(EXAMPLE.read_text())
     start = time.monotonic()
     # What stands in the project folder comes before the repository's own `generated`.
     path = os.pathsep.join([str(project), str(ROOT)])
@@ -251,11 +206,11 @@ def new_spec(console: Console, steps: int) -> str:
     build = [sys.executable, "-m", "optgen", "build"]
     subprocess.run(build, cwd=project, env=environment, check=True)
     took = time.monotonic() - start
-    console.print(f"optgen build: {took:.1f} s, written to {project.relative_to(ROOT)}/generated")
+    print(f"optgen build: {took:.1f} s, written to {project.relative_to(ROOT)}/generated")
     use = [sys.executable, "-c", USE_IT, str(steps)]
     done = subprocess.run(use, cwd=project, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     said = done.stdout.strip().splitlines()[-1]
-    console.print(f"from generated import SignedMomentum, bf16 model: {said}")
+    print(f"from generated import SignedMomentum, bf16 model: {said}")
     return said
 
 
@@ -276,34 +231,33 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     chosen = arguments()
-    console = Console()
     OUT.mkdir(exist_ok=True)
     start = time.monotonic()
     text = corpus()
-    console.print(
+    print(
         f"text: {text.files} files of Python's standard library, {len(text.train) / 2**20:.1f} MiB to train, "
         f"{len(text.validation) / 2**20:.1f} MiB to validate (sha256 {text.digest})"
     )
-    console.print(
+    print(
         f"model: byte-level transformer, {SIZE.layers} layers, width {SIZE.width}, context {SIZE.context}; "
         f"{chosen.steps} steps, {chosen.seeds} seeds, {chosen.jobs} runs at a time"
     )
-    results = run_all(console, text, chosen.steps, chosen.seeds, chosen.jobs)
-    console.print(table(results))
-    console.print(
+    results = run_all(text, chosen.steps, chosen.seeds, chosen.jobs)
+    print("", *shown(results), "", sep="\n")
+    print(
         "bytes: weights + optimizer state, counted; loss: validation, nats per byte, mean over seeds; "
         f"to fp32: minus {BASE}, paired by seed."
     )
     verdicts = [difference(results[c.name], results[BASE]).sentence(c.name) for c in CONTESTANTS[1:]]
     for verdict in verdicts:
-        console.print(verdict)
-    console.print(
+        print(verdict)
+    print(
         f"(`optgen fp32` computes what `{BASE}` does up to rounding: its row shows what rounding alone does to a "
         "run.  Times are of one thread beside other runs: no benchmark.)"
     )
     plot(results, OUT / "loss.png")
-    console.rule("a new rule")
-    said = new_spec(console, 20 if chosen.quick else 60)
+    print("\na new rule:\n")
+    said = new_spec(20 if chosen.quick else 60)
     record = {
         "arguments": vars(chosen),
         "model": asdict(SIZE),
@@ -315,7 +269,7 @@ def main() -> int:
         "seconds": round(time.monotonic() - start, 1),
     }
     (OUT / "results.json").write_text(json.dumps(record, indent=1) + "\n")
-    console.print(f"{record['seconds']} s; written: demo_out/loss.png, demo_out/results.json")
+    print(f"{record['seconds']} s; written: demo_out/loss.png, demo_out/results.json")
     return 0
 
 

@@ -9,11 +9,9 @@ optgen. The same packages draw the same bytes.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import re
-import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +22,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
-from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
-from matplotlib.path import Path as Outline
-from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES, BENCHMARKS = ROOT / "docs" / "images", ROOT / "docs" / "benchmarks"
@@ -332,102 +327,9 @@ def singular() -> Figure:
     return drawn
 
 
-# -- trajectories
-
-WALK, TRIES, COLUMNS, TILE = 150, range(-2, 7), 5, 100
-"""Steps; the rates tried, in half decades around a rule's default; tiles of a row; pixels of a tile."""
-
-
-def rosenbrock(x: Any, y: Any) -> Any:
-    return (1 - x) ** 2 + 100 * (y - x * x) ** 2
-
-
-def rastrigin(x: Any, y: Any) -> Any:
-    cos = torch.cos if isinstance(x, Tensor) else np.cos
-    return 20 + x * x + y * y - 10 * (cos(2 * math.pi * x) + cos(2 * math.pi * y))
-
-
-def walk(cls: type, function: Callable[[Any, Any], Any], start: tuple[float, float], box: Sequence[float]) -> Any:
-    """Return the way (WALK + 1, 2) of a point, a matrix of one row.
-
-    Of the rates whose way stays in the box, or of all if there is none, the one that ends lowest (mean of ten steps).
-    """
-    known = inspect.signature(cls).parameters
-    best, way = (True, math.inf), np.array([start])
-    for k in TRIES:
-        rate = known["lr"].default * 10 ** (k / 2)
-        p = torch.nn.Parameter(torch.tensor([start]))
-        options = {"weight_decay": 0.0} if "weight_decay" in known else {}
-        optimizer = cls([p], lr=rate, plan="fp32", backend="reference", **options)
-        found, values = [start], []
-        for _ in range(WALK):
-            optimizer.zero_grad()
-            loss = function(p[0, 0], p[0, 1])
-            loss.backward()
-            if cls.INPUTS:  # Hessians' diagonals
-                curve = torch.autograd.functional.hessian(lambda q: function(q[0], q[1]), p.detach()[0]).diag()
-                optimizer.feed(**{name: [curve[None]] for name in cls.INPUTS})
-            optimizer.step()
-            found.append(tuple(p.detach()[0].tolist()))
-            values.append(float(loss.detach()))
-        points = np.array(found)
-        end = bool(np.any((points < box[::2]) | (points > box[1::2]))), statistics.fmean(values[-10:])
-        if end < best:
-            best, way = end, points
-    return way
-
-
-def trajectories(function: Callable[[Any, Any], Any], start: tuple[float, float], box: tuple[float, ...],
-                 goal: tuple[float, float], levels: Sequence[float]) -> Figure:  # fmt: skip
-    """Draw the ways of all ready-made rules on a function over its contours at quantiles of its values.
-
-    `box` is the least x, largest x, least y, largest y.
-    """
-    import optgen.optim
-
-    names = sorted(optgen.optim.__all__, key=str.lower)
-    rows, pitch = -(-len(names) // COLUMNS), TILE + 22
-    drawn = Figure((COLUMNS * (TILE + 10) / 72, rows * pitch / 72))
-    ax = drawn.add_axes((0, 0, 1, 1), xlim=(0, COLUMNS * (TILE + 10)), ylim=(rows * pitch, 0))
-    ax.set_axis_off()
-    offsets = [(n % COLUMNS * (TILE + 10) + 5, n // COLUMNS * pitch + 18) for n in range(len(names))]
-    scale = np.array([TILE / (box[1] - box[0]), -TILE / (box[3] - box[2])])
-
-    def place(points: Any) -> Any:
-        return (np.asarray(points) - (box[0], box[3])) * scale
-
-    x, y = np.meshgrid(np.linspace(*box[:2], 50), np.linspace(*box[2:], 50))
-    z = np.log1p(function(x, y))
-    contours = Figure().add_subplot().contour(x, y, z, np.quantile(z, levels))
-    lines = Outline.make_compound_path(*(Outline(place(p.vertices), p.codes) for p in contours.get_paths()))
-    frame = Outline([(0, 0), (TILE, 0), (TILE, TILE), (0, TILE), (0, 0)])
-    for outline in (lines, frame):
-        ax.add_collection(PathCollection(
-            [outline], offsets=offsets, offset_transform=ax.transData, transform=mpl.transforms.Affine2D().scale(1, -1),
-            facecolors="none", edgecolors=GRID, linewidths=0.8, clip_on=False,
-        ))  # fmt: skip
-    ways = []
-    for name, corner in zip(names, offsets, strict=True):
-        thin, gap = [place(start)], np.full(2, np.nan)
-        for point in place(walk(getattr(optgen.optim, name), function, start, box)):
-            inside = np.all((point >= 0) & (point <= TILE))
-            if np.isnan(thin[-1]).any() if inside else not np.isnan(thin[-1]).any():
-                thin.append(point if inside else gap)
-            elif inside and np.hypot(*(point - thin[-1])) > 9:
-                thin.append(point)
-        ways += [*np.add([*thin, point if inside else gap], corner), gap]
-        ax.text(corner[0] + TILE / 2, corner[1] - 5, name, ha="center", fontsize=11)
-    ax.plot(*np.array(ways).T, color=BLUE, linewidth=1.3, clip_on=False)
-    ax.plot(*(np.array(offsets) + place(start)).T, "o", color=BLUE, markersize=3, clip_on=False)
-    ax.plot(*(np.array(offsets) + place(goal)).T, "P", color=RED, markersize=5, clip_on=False)
-    return drawn
-
-
 PICTURES: dict[str, Callable[[], Figure]] = {
     "memory": memory, "pareto": pareto, "training": training, "evidence": evidence, "curves": curves, "freeze": freeze,
     "length": length, "rounding": rounding, "singular": singular,
-    "rosenbrock": lambda: trajectories(rosenbrock, (-1.5, 2.0), (-2.0, 2.0, -1.0, 3.0), (1.0, 1.0), (0.08, 0.3, 0.6)),
-    "rastrigin": lambda: trajectories(rastrigin, (-2.0, 3.5), (-4.5, 4.5, -4.5, 4.5), (0.0, 0.0), (0.4,)),
 }  # fmt: skip
 
 

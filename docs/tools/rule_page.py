@@ -199,12 +199,11 @@ def _explained(spec: Spec, plan: Plan) -> Iterator[str]:
     yield kept_table(x.memory, "value")
     yield from (f"<p>{code(k.name)}, stored again at every step: {escape(k.steady)}.</p>" for k in x.memory if k.steady)
     yield "## Passes over memory, and why"
-    yield table(("pass", "reads", "writes", "reduces", "bytes"), (
-        (str(n), *(" ".join(map(code, names)) for names in (s.reads, s.writes)), ", ".join(s.reduces), f"{s.bytes:g}")
-        for n, s in enumerate(x.sweeps, 1)
+    yield table(("pass for", "reads", "writes", "reduces", "bytes"), (
+        (inline(re.sub(r" \([\w/.-]+\.py:(\d+)\)", r" (line \1)", s.why)),
+         *(" ".join(map(code, names)) for names in (s.reads, s.writes)), ", ".join(s.reduces), f"{s.bytes:g}")
+        for s in x.sweeps
     ))  # fmt: skip
-    why = re.sub(r" \([\w/.-]+\.py:(\d+)\)", r" (line \1)", x.sweeps[-1].why)
-    yield f"<p>{inline(why[0].upper() + why[1:])}.</p>"
     yield f"<p>{x.traffic:g} bytes per parameter and step: {x.traffic / 4.8:.3g} ms for 1e9 parameters at 4.8 TB/s.</p>"
     if x.findings:
         yield "## The lint"

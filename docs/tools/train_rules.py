@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from tools.demo import mean_and_interval, mean_and_spread
@@ -293,7 +291,7 @@ def key_of(rule: str, plan: str, seed: int, lr: float) -> str:
 
 
 def run_all(
-    console: Console, rules: tuple[Rule, ...], wanted: list[Key], asked: argparse.Namespace, text: Corpus, found: Found,
+    rules: tuple[Rule, ...], wanted: list[Key], asked: argparse.Namespace, text: Corpus, found: Found,
     save: Callable[[], None] = lambda: None,
 ) -> Found:  # fmt: skip
     """Return `found` with the runs that are wanted; `save` is called at the end of each."""
@@ -305,7 +303,7 @@ def run_all(
             curve = (round(loss, 4) for _, loss in run.validation)
             found[runs[done]] = run.final, (run.weight_bytes + run.state_bytes) / run.parameters, *curve
             save()
-            console.print(f"{runs[done]}: {run.final:.4f}")
+            print(f"{runs[done]}: {run.final:.4f}")
     return found
 
 
@@ -363,7 +361,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     asked = parser.parse_args()
     asked.steps = asked.steps or (TUNED_STEPS if asked.tuned else STEPS)
-    console, text = Console(), corpus()
+    text = corpus()
     (asked.out / "benchmarks").mkdir(parents=True, exist_ok=True)
     record = asked.out / "benchmarks" / "training.json"
     kept: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
@@ -373,18 +371,17 @@ def main() -> int:
 
     seeds = range(asked.seeds)
     rules = tuple(r for r in (TUNED if asked.tuned else RULES) if not asked.only or r.name in asked.only)
-    shown = Table(*(PLAN_HEAD if asked.plans is not None else HEAD))
     if asked.tuned:
         if [kept.get(f"tuned_{k}") for k in ("steps", "text")] != [asked.steps, text.digest]:
             kept["runs"] = {}
         kept |= {"tuned_steps": asked.steps, "tuned_seeds": asked.seeds, "tuned_text": text.digest}
         while wanted := missing(rules, kept["runs"], asked.seeds):
-            run_all(console, TUNED, wanted, asked, text, kept["runs"], save)
+            run_all(TUNED, wanted, asked, text, kept["runs"], save)
         verdicts = tuned(kept["runs"], asked.seeds)
     elif asked.plans is not None:
         rule, plans = RULES[0], plans_asked(asked.plans)
         wanted = [(rule.name, plan, s, rule.options["lr"]) for s in seeds for plan in ("fp32", *plans)]
-        found = run_all(console, RULES, wanted, asked, text, {})
+        found = run_all(RULES, wanted, asked, text, {})
         verdicts = [verdict(found, rule, plan, rule.options["lr"], asked.seeds, plan) for plan in plans]
         former = [kept.get(f"plan_{k}") for k in ("steps", "seeds", "text")]
         same = [asked.steps, asked.seeds, text.digest] == former
@@ -393,13 +390,12 @@ def main() -> int:
         kept["plans"] = list((old | {v.rule: asdict(v) for v in verdicts}).values())
     else:
         wanted = [(r.name, plan, s, r.options["lr"]) for r in rules for plan in PLANS for s in seeds]
-        found = run_all(console, RULES, wanted, asked, text, {})
+        found = run_all(RULES, wanted, asked, text, {})
         verdicts = [verdict(found, r, PLANS[1], r.options["lr"], asked.seeds, r.name) for r in rules]
         kept |= {"steps": asked.steps, "seeds": asked.seeds, "text": text.digest}
         kept["verdicts"] = [asdict(v) for v in verdicts]
-    for v in verdicts:
-        shown.add_row(*(plan_row(v) if asked.plans is not None else row(v)))
-    console.print(shown)
+    head, of = (PLAN_HEAD, plan_row) if asked.plans is not None else (HEAD, row)
+    print(*table(head, map(of, verdicts)), sep="\n")
     (asked.out / "training.md").write_text(markdown(kept), encoding="utf-8")
     save()
     if asked.out == ROOT / "docs":

@@ -8,16 +8,12 @@ paths or hash order.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,8 +31,6 @@ from optgen.lang.spec import Spec
 MANIFEST = "MANIFEST.json"
 INIT = "__init__.py"
 HASHES = "HASHES"
-PROCESSES = 2  # more would not help: half of the time is spent on the start of one process and on reading specs
-MANY_JOBS = 4
 
 Files = dict[str, str]
 """Path below the generated folder -> text."""
@@ -124,7 +118,9 @@ def build(request: Request) -> Outcome:
     units = _units(request, config, outcome)
     outcome.classes = sorted(u.spec.class_name for u in units)
     hashed = hash_jobs(config, project) if config.hashes and not request.names else {}
-    files = _generate([*_jobs(units, config.maths), *hashed.values()])
+    files: Files = {}
+    for job in (*_jobs(units, config.maths), *hashed.values()):
+        files |= job()
     if hashed:
         files[HASHES] = "".join(f"{name} {files.pop(f'{HASHES}/{name}')}\n" for name in hashed)
     files[INIT] = init_text(_distinct(units))
@@ -237,29 +233,6 @@ def _rule(unit: Unit, maths: Maths) -> Files:
 def _inside(folder: str, make: Job) -> Files:
     """Return the files that a job makes as those of a folder."""
     return {f"{folder}/{name}": text for name, text in make().items()}
-
-
-def _generate(jobs: Sequence[Job]) -> Files:
-    """Run the jobs in order: in two processes where a fork is safe and worth it, else in this one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = min(PROCESSES, cores)
-    alone = threading.active_count() == 1 and sys.platform == "linux"
-    out: Files = {}
-    with contextlib.ExitStack() as stack:
-        done: Iterator[Files] = (job() for job in jobs)
-        if len(jobs) >= MANY_JOBS and processes > 1 and alone:
-            # A forked process has the jobs: they need not be sent, and could not be.
-            pool = multiprocessing.get_context("fork").Pool(processes, _forked_jobs.extend, (jobs,))
-            done = stack.enter_context(pool).imap(_run_job, range(len(jobs)))
-        for files in done:
-            out |= files
-    return dict(sorted(out.items()))
-
-_forked_jobs: list[Job] = []
-
-
-def _run_job(number: int) -> Files:
-    return _forked_jobs[number]()
 
 
 # Its imports are private names: modules and classes of specs stand beside them.

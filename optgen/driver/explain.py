@@ -12,13 +12,11 @@ from optgen.driver.memory import SIDE, ValueBytes, memory, rank
 from optgen.driver.targets import Case
 from optgen.driver.terminal import table
 from optgen.formats.plan import Plan
-from optgen.ir.node import Node, postorder
-from optgen.ir.program import Program, Step
+from optgen.ir.program import Step
 from optgen.ir.show import show, text
 from optgen.lang.spec import Spec
 from optgen.lower import lower_rule
 from optgen.ops import dtypes, spaces
-from optgen.ops.prims import REDUCTIONS
 from optgen.runtime import records
 from optgen.runtime.records import Eager, Variant
 from optgen.verify import lint
@@ -112,9 +110,8 @@ def lines(x: Explanation) -> Iterator[str]:
         what = [f"writes {' '.join(s.writes)}"] if s.writes else []
         what += [f"reduces {', '.join(s.reduces)}"] if s.reduces else []
         did = "; ".join([f"reads {' '.join(s.reads)}", *what])
-        yield f"sweep {n}/{len(x.sweeps)}  {did}: {s.bytes:g} B per parameter"
+        yield f"sweep {n}/{len(x.sweeps)}  for {s.why}: {did}: {s.bytes:g} B per parameter"
     speed = f"{x.traffic / 4.8:.3g} ms per 1e9 parameters at 4.8 TB/s"  # the memory of an H200
-    yield f"why        {x.sweeps[-1].why}"
     yield f"traffic    {x.traffic:g} B per parameter and step; {speed}"
     yield f"host       {len(x.host)} scalars in fp64 per step: " + ", ".join(name for name, _ in x.host)
     if x.rules:
@@ -154,15 +151,13 @@ def _sweeps(variant: Variant, step: Step) -> Iterator[Pass]:
     def moved(names: Iterable[str]) -> dict[str, float]:
         return {field: size for name in names for field, size in sizes.get(name, {}).items()}
 
-    stages = [s for s in rule.stages if s.space == "elem"]
     why = iter(stage.why for stage in step.sweeps)
-    for stage in stages:
-        own = f"{', '.join(stage.reduces)} as a whole" if stage.reduces else next(why)
+    for stage in (s for s in rule.stages if s.space == "elem"):
         yield Pass(
             moved(_read(stage, kept)),
             moved(variant.stored_by(stage) + [x for x in stage.temps if temps[x].space == "elem"]),
             tuple(f"{temps[x].reduction} {x}" for x in stage.temps if temps[x].reduction),
-            why_last(variant, step) if stage is stages[-1] else own,
+            f"{', '.join(stage.reduces)} as a whole" if stage.reduces else next(why),
         )
 
 
@@ -170,42 +165,6 @@ def _read(stage: records.Stage, kept: Eager) -> list[str]:
     """Return the values that a stage reads, and those that they are relative to; random numbers are not read."""
     read = [x for x in stage.reads if x not in stage.absent]
     return [*read, *(kept.relative[x] for x in read if x in kept.relative)]
-
-
-def why_last(variant: Variant, step: Step) -> str:
-    """Return the reason for the number of sweeps."""
-    rule = variant.rule
-    assert rule is not None
-    sweeps = [s for s in rule.stages if s.space == "elem"]
-    if len(rule.stages) == 1:
-        of = f" (and of its block of {variant.block})" if variant.block > 1 else ""
-        return f"one sweep: every value depends on values of its own element{of} only"
-    needs, kinds = _needs(step.program), {t.name: t.reduction for t in variant.temps}
-    for walk in sweeps:
-        for state in walk.reduces:
-            needs[f"keeping {state}"] = [kinds[x] for x in walk.temps if x.startswith(f"{state}_")]
-    users = [f"{user} needs {', '.join(dict.fromkeys(ops))}" for user, ops in needs.items() if ops]
-    early = f"; {' and '.join(rule.early)} stored early and read back: fewer bytes than computing it again"
-    count = "1 sweep and work on what it reduces" if len(sweeps) == 1 else f"{len(sweeps)} sweeps"
-    return f"{count}: " + "; ".join(users) + (early if rule.early else "")
-
-
-def _needs(program: Program) -> dict[str, list[str]]:
-    """Return variable -> the operations on whole matrices, and over all elements, that it is the first to need."""
-    needs: dict[str, list[str]] = {}
-    seen: set[int] = set()
-    for let in program.body:
-        if let.loc is not None:
-            new = [n for n in postorder([let.node]) if n.uid not in seen and _is_of_many(n)]
-            seen |= {n.uid for n in new}
-            found = needs.setdefault(f"{let.name} ({let.loc.short})", [])
-            found += [str(n.attr) if n.op == "call" else n.op for n in new]
-    return needs
-
-
-def _is_of_many(n: Node) -> bool:
-    """Return True for a value that depends on many elements."""
-    return n.op in ("call", "matmul") or (n.op in REDUCTIONS and n.args[0].space == spaces.elem)
 
 
 # -- show

@@ -6,15 +6,13 @@ A name is looked for in the project's `specs/` folder, then among the ready-made
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import importlib.util
-import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -316,25 +314,13 @@ def _without_specs() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "specs"}
 
 
-def _place(error: SyntaxError, file: str) -> Loc:
-    """Return the place of a syntax error.
-
-    Python counts columns in bytes of UTF-8 once it has a tree (`return` outside of a function), and before in
-    characters of a text; of a file, in either. So the file is parsed again, as a text.
-    """
-    make: Callable[..., Loc] = Loc
-    try:
-        ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError as again:
-        error, make = again, of_characters
-    line, column = error.lineno or 1, max((error.offset or 1) - 1, 0)
-    return make(file, line, column, error.end_lineno or line, max((error.end_offset or 0) - 1, column))
-
-
 def _as_user_error(error: Exception | SystemExit, file: Path) -> UserError:
     """Return E401 or E402 for an error in a user's file, with its place."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        return UserError("E401", loc=_place(error, error.filename), text=f"{type(error).__name__}: {error.msg}")
+        line, column = error.lineno, max((error.offset or 1) - 1, 0)
+        end = error.end_lineno or line, max((error.end_offset or 0) - 1, column)
+        place = of_characters(error.filename, line, column, *end)
+        return UserError("E401", loc=place, text=f"{type(error).__name__}: {error.msg}")
     if isinstance(error, (SyntaxError, ValueError)) and error.__traceback__ and error.__traceback__.tb_next is None:
         return UserError("E401", loc=Loc(str(file), 1), text=str(error))  # null bytes, a wrong encoding
     place = Loc(str(file), 1)

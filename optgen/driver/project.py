@@ -75,10 +75,7 @@ def read_config(project: Path) -> Config:
         at = re.search(r"at line (\d+), column (\d+)", str(error))
         place = of_characters(str(file), int(at[1]), int(at[2]) - 1) if at else Loc(str(file), 1)
         raise UserError("E401", loc=place, text=str(error), note="TOML cannot read this file") from None
-    tools = data.get("tool", {})
-    if not isinstance(tools, dict):  # that of another tool, too; there is nothing of optgen's in it
-        return Config()
-    table = tools.get("optgen")
+    table = data.get("tool", {}).get("optgen")
     return Config() if table is None else _config(table, file)
 
 

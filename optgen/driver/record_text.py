@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import groupby
 from typing import Any, TypeVar
 
 from optgen import passes
@@ -32,6 +32,8 @@ from optgen.runtime.records.join import FP32, FormatRecord, PlanRecord, RuleReco
 
 PLAN = "__init__.py"
 WIDTH = 120
+UNBROKEN: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+BLANK = "\0"  # where no line ends
 
 
 # -- text
@@ -92,52 +94,27 @@ def line(value: Any) -> str:
 def written(lead: str, value: Any, tail: str = "", indent: str = "") -> Iterator[str]:
     """Yield `lead` and the text that makes a record, without what is the default, in lines of at most WIDTH columns.
 
-    Parts that fit in a line each are filled up behind the bracket; if one does not fit, they stand below it.
+    Records one after the other stand in lines of their own below their bracket, if they do not fit in one line.
     """
-    one = f"{indent}{lead}{line(value)}{tail}"
-    parts = _parts(value)
-    if len(one) <= WIDTH or parts is None:
-        yield one
+    one, parts = f"{lead}{line(value)}{tail}", _parts(value)
+    if parts is None or not _is_list(value) or len(indent + one) <= WIDTH:
+        if parts is not None and len(parts[1]) > 1:
+            inside = (f"{name}{line(x)}" for name, x in parts[1])
+            kept = (x.replace(" ", BLANK) if len(x) < WIDTH / 2 else x for x in inside)
+            one = f"{lead}{parts[0]}{', '.join(kept)}{parts[2]}{tail}"
+        lines = textwrap.wrap(one, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}    ", **UNBROKEN)
+        yield from (x.replace(BLANK, " ") for x in lines)
         return
-    begin, inside, end = parts
-    first = f"{indent}{lead}{begin}"
-    texts = [f"{name}{line(x)}," for name, x in inside]
-    if max(map(len, texts)) <= WIDTH - len(first + end + tail) and not _is_list(value):
-        *lines, last = _filled(texts, WIDTH - len(first), len(end + tail))
-        last = last if isinstance(value, tuple) and len(value) == 1 else last.removesuffix(",")
-        for k, text in enumerate([*lines, f"{last}{end}{tail}"]):
-            yield f"{' ' * len(first) if k else first}{text}"
-        return
-    yield first
-    yield from _below(inside, texts, indent + "    ", _is_list(value))
-    yield f"{indent}{end}{tail}"
+    yield f"{indent}{lead}{parts[0]}"
+    for name, x in parts[1]:
+        yield from written(name, x, ",", f"{indent}    ")
+    yield f"{indent}{parts[2]}{tail}"
 
 
 def _is_list(value: Any) -> bool:
     """Return True for records one after the other, which stand in lines of their own."""
     parts = value if isinstance(value, tuple) else value.arguments if isinstance(value, Call) else ()
     return any(map(dataclasses.is_dataclass, parts))
-
-
-def _below(inside: Sequence[tuple[str, Any]], texts: Sequence[str], indent: str, is_list: bool) -> Iterator[str]:
-    """Yield the parts of a container below its bracket, those of a list in lines of their own."""
-    fitting = groupby(zip(inside, texts, strict=True), key=lambda part: len(indent + part[1]) <= WIDTH)
-    for fits, some in fitting:
-        if fits and not is_list:
-            yield from (indent + text for text in _filled([text for _, text in some], WIDTH - len(indent)))
-        else:
-            for (name, x), _ in some:
-                yield from written(name, x, ",", indent)
-
-
-def _filled(texts: Sequence[str], width: int, behind: int = 0) -> list[str]:
-    """Return texts in lines as full as they get; `behind`: columns that the last one leaves."""
-    lines = [""]
-    for k, text in enumerate(texts):
-        joined = f"{lines[-1]} {text}".lstrip()
-        fits = len(joined) <= width - behind * (k == len(texts) - 1)
-        lines[-1:] = [joined] if fits or not lines[-1] else [lines[-1], text]
-    return lines
 
 
 # -- rules
