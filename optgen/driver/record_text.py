@@ -94,10 +94,10 @@ def line(value: Any) -> str:
 def written(lead: str, value: Any, tail: str = "", indent: str = "") -> Iterator[str]:
     """Yield `lead` and the text that makes a record, without what is the default, in lines of at most WIDTH columns.
 
-    Records one after the other stand in lines of their own below their bracket, if they do not fit in one line.
+    The parts of a container of records stand in lines of their own, if it does not fit in one line.
     """
     one, parts = f"{lead}{line(value)}{tail}", _parts(value)
-    if parts is None or not _is_list(value) or len(indent + one) <= WIDTH:
+    if parts is None or not _has_record(value) or len(indent + one) <= WIDTH:
         if parts is not None and len(parts[1]) > 1:
             inside = (f"{name}{line(x)}" for name, x in parts[1])
             kept = (x.replace(" ", BLANK) if len(x) < WIDTH / 2 else x for x in inside)
@@ -111,10 +111,9 @@ def written(lead: str, value: Any, tail: str = "", indent: str = "") -> Iterator
     yield f"{indent}{parts[2]}{tail}"
 
 
-def _is_list(value: Any) -> bool:
-    """Return True for records one after the other, which stand in lines of their own."""
-    parts = value if isinstance(value, tuple) else value.arguments if isinstance(value, Call) else ()
-    return any(map(dataclasses.is_dataclass, parts))
+def _has_record(value: Any) -> bool:
+    parts = _parts(value)
+    return parts is not None and any(dataclasses.is_dataclass(x) or _has_record(x) for _, x in parts[1])
 
 
 # -- rules
