@@ -200,12 +200,8 @@ def check(t: Terminal, given: Namespace) -> None:
     rows, errors = overview.check(given.specs, given.plan)
     t.result |= {"specs": rows, "errors": list(map(as_fields, errors))}
     found = {v["verdict"] for r in rows for v in r["plans"].values()}
-    if rows:
-        kinds = [x for x in ("ok", "discouraged", "refused", "does not fit") if x in found]
-        plans = ([", ".join(p for p, v in r["plans"].items() if v["verdict"] == kind) for kind in kinds] for r in rows)
-        t.show(table(("spec", *kinds), [(r["name"], *x) for r, x in zip(rows, plans, strict=True)]))
     for row in rows:
-        _tell_findings(t, row, bool(given.specs))
+        _tell_verdicts(t, row, bool(given.specs))
     for error in errors:
         t.warn(str(error))
         t.fail(WRONG_INPUT)
@@ -219,8 +215,13 @@ def check(t: Terminal, given: Namespace) -> None:
         t.show(f"{len(rows)} spec{' is' if len(rows) == 1 else 's are'} fine" if rows else NO_SPECS)
 
 
-def _tell_findings(t: Terminal, row: dict[str, Any], all_plans: bool) -> None:
-    """Show each finding once, with its plans: most plans share theirs with others."""
+def _tell_verdicts(t: Terminal, row: dict[str, Any], all_plans: bool) -> None:
+    """Show the plans of each verdict, and each finding once, with its plans: most plans share theirs with others."""
+    verdicts: dict[str, list[str]] = {}
+    for name, verdict in row["plans"].items():
+        verdicts.setdefault(verdict["verdict"], []).append(name)
+    for word, names in verdicts.items():
+        t.show(f"{row['name']}: {word} under {', '.join(names)}")
     said: dict[str, list[str]] = {}
     for name, verdict in row["plans"].items():
         for finding in verdict["findings"]:
@@ -291,11 +292,15 @@ def fuzz(t: Terminal, given: Namespace) -> None:
         found, chosen, count=given.examples, random_seed=given.seed, backend=given.backend, maths=maths,
         steps=given.steps, case=one, reference=given.spec,
     )  # fmt: skip
+    _tell_fuzz(t, found.name, chosen.name, result)
+
+
+def _tell_fuzz(t: Terminal, spec: str, plan: str, result: Any) -> None:
     worst = sorted(result.report.worst.values(), key=lambda w: -w.ratio) if result.report else []
     cases = {name: e.text() for name, e in result.worst_cases.items()}
     data = [{"value" if k == "name" else k: x for k, x in vars(w).items()} for w in worst]
     t.result |= {
-        "spec": found.name, "plan": chosen.name, "examples": result.examples, "holds": result.ok and not result.unknown,
+        "spec": spec, "plan": plan, "examples": result.examples, "holds": result.ok and not result.unknown,
         "worst": [row | {"case": cases.get(row["value"], "")} for row in data],
         "reproduce": result.reproduce, "crash": result.crash,
         "unknown": dict(result.unknown), "unbounded": dict(result.unbounded),
@@ -303,23 +308,18 @@ def fuzz(t: Terminal, given: Namespace) -> None:
     rows = [
         (w.name, f"{w.ratio:.4f}", f"{w.error:.3g}", f"{w.bound:.3g}", f"{w.got:.6g}", f"{w.exact:.6g}") for w in worst
     ]
-    t.show("worst case found" if result.ok else "the shrunk failure")
     t.show(table(("value", "error / bound", "error", "bound", "kept", "fp64 oracle"), rows))
-    for fmt in sorted(set(result.unknown.values())):
+    for name, fmt in result.unknown.items():
         t.fail()
-        names = ", ".join(name for name, other in result.unknown.items() if other == fmt)
-        t.warn(f"no bound is known for {fmt}: what it kept of {names} was not checked")
-    if result.unbounded:
-        counts = (f"{name} ({part:,} of {of:,} elements)" for name, (part, of) in result.unbounded.items())
-        t.show(f"no bound is known of {', '.join(counts)}")
+        t.warn(f"no bound is known for {fmt}: what it kept of {name} was not checked")
+    for name, (part, of) in result.unbounded.items():
+        t.show(f"no bound is known of {name} ({part:,} of {of:,} elements)")
     if result.ok:
         others = "every other element" if result.unknown or result.unbounded else "every element"
-        t.show(f"{found.name} under {chosen.name}: {result.examples} examples, {others} within its bound")
+        t.show(f"{spec} under {plan}: {result.examples} examples, {others} within its bound")
         return
     t.fail()
-    assert result.report is not None or result.crash
-    broken = result.report.broken if result.report else ()
-    t.warn(f"crashed: {result.crash}" if result.crash else f"outside its bound: {', '.join(broken)}")
+    t.warn(f"crashed: {result.crash}" if result.crash else f"outside its bound: {', '.join(result.report.broken)}")
     t.show(f"again: {result.reproduce}")
 
 
