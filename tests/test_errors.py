@@ -10,6 +10,7 @@ import pytest
 
 from optgen.base.errors import TABLE, UserError, did_you_mean
 from optgen.base.loc import Loc
+from optgen.driver.load import find_spec
 from optgen.driver.project import read_config
 from tests.error_cases import CALLS, PRELUDE, TEXTS
 
