@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -101,7 +101,7 @@ def written(lead: str, value: Any, tail: str = "", indent: str = "") -> Iterator
         if parts is not None and len(parts[1]) > 1:
             inside = (f"{name}{line(x)}" for name, x in parts[1])
             kept = (x.replace(" ", BLANK) if len(x) < WIDTH / 2 else x for x in inside)
-            one = f"{lead}{parts[0]}{', '.join(kept)}{parts[2]}{tail}"
+            one = f"{lead.replace(' ', BLANK)}{parts[0]}{', '.join(kept)}{parts[2]}{tail}"
         lines = textwrap.wrap(one, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}    ", **UNBROKEN)
         yield from (x.replace(BLANK, " ") for x in lines)
         return
@@ -153,24 +153,13 @@ def _merged(records: Iterable[R]) -> Iterator[R]:
 
 def _shortened(settings: Sequence[Mapping[str, bool]]) -> tuple[Mapping[str, bool], ...]:
     """Return partial settings that together allow these and no others: what is the same both ways is left out."""
-    names, whole = list(settings[0]), [frozenset(s.items()) for s in settings]
-    found, level = [], set(whole)
-    while level:
-        wider = {s: {s - {x} for x in s if s ^ {x, (x[0], not x[1])} in level} for s in level}
-        found += [s for s, several in wider.items() if not several]
-        level = set().union(*wider.values())
-    found.sort(key=lambda s: (len(s), [names.index(name) * 2 + (not on) for name, on in sorted(s, key=_place(names))]))
-    kept: list[Mapping[str, bool]] = []
-    left = set(whole)
-    while left:
-        best = max(found, key=lambda s: sum(s <= x for x in left))
-        left = {x for x in left if not best <= x}
-        kept.append(dict(sorted(best, key=_place(names))))
-    return tuple(kept)
-
-
-def _place(names: Sequence[str]) -> Callable[[tuple[str, bool]], int]:
-    return lambda pair: names.index(pair[0])
+    left = [dict(s) for s in settings]
+    for name in settings[0]:
+        for s in [s for s in left if s.get(name) is False]:
+            if (twin := s | {name: True}) in left:
+                left.remove(twin)
+                left[left.index(s)] = {k: on for k, on in s.items() if k != name}
+    return tuple(left)
 
 
 def _rule(spec: Spec, flags: Mapping[str, bool]) -> RuleRecord:
