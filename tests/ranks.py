@@ -288,6 +288,14 @@ def inputs_and_two_gradients(here: Here) -> None:
         for p, q in zip(runs.alone, runs.parts, strict=True):  # torch adds parts with other fused roundings
             near = (p.grad, whole(q.grad)) if second else (p.detach(), whole(q))
             torch.testing.assert_close(*near, rtol=2.0**-6, atol=2.0**-6)
+    two = optgen.compile("gsam(adamw)", plan="fp32")
+    runs = Runs(here, two, rows(here, mesh, UNEVEN, torch.bfloat16), plan="fp32", rho=300.0)
+    for second in (False, True) * 2:
+        runs.give(lambda piece: here.values(*piece.value.shape, dtype=piece.value.dtype))
+        for _, opt in runs.sides():
+            (opt.second_step if second else opt.first_step)()
+        for p, q in zip(runs.alone, runs.parts, strict=True):  # their norms are sums in another order
+            torch.testing.assert_close(p.detach(), whole(q), rtol=2.0**-6, atol=2.0**-6)
 
 
 @case(2, 3)
@@ -671,6 +679,17 @@ def sums_over_the_model(here: Here) -> None:
         runs.one.step()
         runs.many.step()
     runs.same()
+    params = [piece.parameter(True) for piece in pieces]
+    opt = optim.Prodigy(params, plan="fp32", backend=here.backend)
+    for _ in range(3):
+        for q, piece in zip(params, pieces, strict=True):
+            q.grad = piece.of(here.values(*piece.value.shape))
+        opt.step()
+    for name in ("d", "d_max"):
+        found = [sharding.local(opt.state[q][name]) for q in params if name in opt.state[q]]
+        for value in found:
+            everywhere(value)
+            assert torch.equal(value, found[0])
 
 
 @case(2, 3)
@@ -760,6 +779,23 @@ class Model(nn.Module):
 def built(here: Here, width: int = 130) -> Model:
     torch.manual_seed(SEED)
     return Model(width).to(here.device)
+
+
+@case(2)
+def replicas_stay_alike(here: Here) -> None:
+    """DistributedDataParallel with stochastic rounding: all ranks keep the same bits, though they see other batches."""
+    model = built(here).to(torch.bfloat16)
+    replica = nn.parallel.DistributedDataParallel(model)
+    opt = optim.AdamW(replica.named_parameters(), plan="int8_split24", backend=here.backend)
+    for _ in range(4):
+        x = here.values(2, 16, 64, dtype=torch.bfloat16)[here.rank]
+        opt.zero_grad()
+        replica(x).square().mean().backward()
+        opt.step()
+    for p in model.parameters():
+        everywhere(p)
+        for value in opt.state[p].values():
+            everywhere(value if isinstance(value, Tensor) else torch.tensor(value))
 
 
 @case(2)
@@ -1113,6 +1149,25 @@ def evaluates(here: Here) -> None:
     for other in again:
         for p, q in zip(runs.alone, other.parts, strict=True):
             alike(p.detach(), q.detach(), "the weight of training")
+
+
+@case(2)
+def measures_parts(here: Here) -> None:
+    """Squares of norms add up over ranks; fp32 sums of runs of 256, twice rounded: within 2 * 300 * 2^-24 < 2^-14."""
+    runs = Runs(here, optim.AdamW, rows(here, here.mesh(2), [(97, 130), (1, 5000)], torch.bfloat16))
+    runs.step()
+    found: list[dict[str, Any]] = []
+    for opt in (runs.one, runs.many):
+        opt.watch(1, to=lambda step, tensors: found.append(tensors), sample=float("inf"))
+    runs.step()
+    alone, mine = found
+    for name, row in alone.items():
+        part = mine.get(name, {"elements": 0})
+        for key in ("elements", "weight_norm", "gradient_norm", "update_norm"):
+            total = torch.tensor(float(part.get(key, 0)) ** (1 if key == "elements" else 2), dtype=torch.float64)
+            dist.all_reduce(total)
+            wanted = row[key] ** (1 if key == "elements" else 2)
+            assert abs(total.item() - wanted) <= 2**-14 * wanted, (name, key, total, wanted)
 
 
 @case(2)
