@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import OptState
 from optgen.runtime.checkpoint import inputs
 from optgen.runtime.optimizer import Optimizer
 
-UNSCALED = "SAM: second_step(scaler) divides the gradients itself: leave unscale_() out"
+UNSCALED = "SAM: unscale_() may be called between first_step(scaler) and second_step(scaler), and nowhere else"
 
 
 class SAM:
@@ -36,6 +36,7 @@ class SAM:
     """
 
     _kept: Mapping[Tensor, Tensor] | None = None  # the weights, between the steps
+    _scaler: Any = None  # of the first step
 
     def __init__(self, optimizer: Any, rho: float = 0.05) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -56,17 +57,27 @@ class SAM:
             why = "gradients are released within backward, before the weights can move"
             raise RuntimeError(f"SAM: {why}; remove() the handle of release_gradients()")
 
+    def _is_unscaled(self, scaler: Any) -> bool:
+        states = getattr(scaler, "_per_optimizer_states", {})
+        return id(self.optimizer) in states and states[id(self.optimizer)]["stage"] is OptState.UNSCALED
+
     def _keep(self, kept: Mapping[Tensor, Tensor] | None) -> None:
         self._kept = kept
         for part in getattr(self.optimizer, "_members", ()):  # which then refuse what needs the weights that are kept
             part._uphill = kept is not None
 
     @torch.no_grad()
-    def first_step(self) -> None:
-        """Keep the weights, move them uphill along their gradients, and clear these."""
+    def first_step(self, scaler: Any = None) -> None:
+        """Keep the weights, move them uphill along their gradients, and clear these.
+
+        scaler   a GradScaler whose `unscale_` is to be called before `second_step`, as for clipping
+        """
         self._refuse_moved()
         for part in getattr(self.optimizer, "_members", ()):
             part._refuse_in_evaluation("first_step()")
+        if self._is_unscaled(scaler):
+            raise RuntimeError(UNSCALED)
+        self._scaler = scaler
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._keep({p: p.detach().clone() for p in params})
         self._ascend(params)
@@ -95,8 +106,7 @@ class SAM:
         A parameter that has none now is not stepped.  Gradients stay, as after any step.
         """
         self._restore()
-        made = getattr(scaler, "_per_optimizer_states", {})
-        if id(self.optimizer) in made and made[id(self.optimizer)]["stage"] is OptState.UNSCALED:
+        if self._is_unscaled(scaler) and scaler is not self._scaler:
             raise RuntimeError(UNSCALED)
         self.optimizer.step() if scaler is None else scaler.step(self.optimizer)
 
@@ -109,7 +119,7 @@ class SAM:
         """
         with torch.enable_grad():
             loss = closure()
-        self.first_step()
+        self.first_step(scaler)
         try:
             with torch.enable_grad():
                 closure()
