@@ -73,54 +73,47 @@ def kernel_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay)
 # The states, and the kernels.
 STATES = (StateRecord("row_var", nonneg=True, space="row"), StateRecord("col_var", nonneg=True, space="col"))
 STATES_2 = (StateRecord("variance", nonneg=True),)
-ADAFACTOR_1 = Stage(
-    "adafactor_1", "elem", reads=("p", "g"),
-    sums=(("square", ("row_sum_for_alpha",)), ("square", ("row_sum_for_row_var", "col_sum_for_col_var"))),
-)
-ADAFACTOR_2 = Stage("adafactor_2", "row", scalars=(0, 1, 2),
-                    reads=("row_var", "row_sum_for_row_var", "row_sum_for_alpha"), stores=("row_var",),
-                    sums=(("sum", ("mat_sum_of_row_var",)), ("sum", ("tensor_sum_for_alpha",))), extents=("columns",))
+ADAFACTOR_1 = Stage("adafactor_1", "elem", reads=("p", "g"), sums=(("square", ("row_sum_for_alpha",)), ("square",
+    ("row_sum_for_row_var", "col_sum_for_col_var"))))
+ADAFACTOR_2 = Stage("adafactor_2", "row", scalars=(0, 1, 2), reads=("row_var", "row_sum_for_row_var",
+    "row_sum_for_alpha"), stores=("row_var",), sums=(("sum", ("mat_sum_of_row_var",)), ("sum",
+    ("tensor_sum_for_alpha",))), extents=("columns",))
 ADAFACTOR_3 = Stage("adafactor_3", "col", scalars=(0, 1, 2), reads=("col_var", "col_sum_for_col_var"),
-                    stores=("col_var",), extents=("rows",))
+    stores=("col_var",), extents=("rows",))
 ADAFACTOR_4 = Stage("adafactor_4", "tensor", scalars=(3, 4), reads=("tensor_sum_for_alpha",), stores=("alpha",),
-                    extents=("elements",))
+    extents=("elements",))
 ADAFACTOR_5 = Stage("adafactor_5", "mat", scalars=(5,), reads=("mat_sum_of_row_var",),
-                    stores=("mat_sum_of_row_var_over_rows_max_eps1",), extents=("rows",))
+    stores=("mat_sum_of_row_var_over_rows_max_eps1",), extents=("rows",))
 ADAFACTOR_6 = Stage("adafactor_6", "row", reads=("row_var", "mat_sum_of_row_var_over_rows_max_eps1"),
-                    stores=("row_div",))
+    stores=("row_div",))
 ADAFACTOR_7 = Stage("adafactor_7", "elem", scalars=(6,), reads=("g", "col_var", "row_div"),
-                    sums=(("square", ("row_sum_of_g",)),))
+    sums=(("square", ("row_sum_of_g",)),))
 ADAFACTOR_8 = Stage("adafactor_8", "row", reads=("row_sum_of_g",), sums=(("sum", ("tensor_sum_of_g",)),))
 ADAFACTOR_9 = Stage("adafactor_9", "tensor", scalars=(7, 0), reads=("alpha", "tensor_sum_of_g"), stores=("tensor_div",),
-                    extents=("elements",))
+    extents=("elements",))
 ADAFACTOR_10 = Stage("adafactor_10", "elem", scalars=(8, 9, 6), reads=("p", "g", "col_var", "tensor_div", "row_div"),
-                     stores=("p",))
+    stores=("p",))
 ADAFACTOR_NO_FACTORED_1 = Stage("adafactor_no_factored_1", "elem", scalars=(0, 1, 2), reads=("p", "g", "variance"),
-                                sums=(("square", ("tensor_sum_for_alpha",)), ("square", ("tensor_sum_of_g",))))
+    sums=(("square", ("tensor_sum_for_alpha",)), ("square", ("tensor_sum_of_g",))))
 ADAFACTOR_NO_FACTORED_2 = Stage("adafactor_no_factored_2", "tensor", scalars=(3, 4, 5, 6),
-                                reads=("tensor_sum_for_alpha", "tensor_sum_of_g"), stores=("tensor_div",),
-                                extents=("elements",))
+    reads=("tensor_sum_for_alpha", "tensor_sum_of_g"), stores=("tensor_div",), extents=("elements",))
 ADAFACTOR_NO_FACTORED_3 = Stage("adafactor_no_factored_3", "elem", scalars=(7, 8, 0, 1, 2),
-                                reads=("p", "g", "variance", "tensor_div"), stores=("p", "variance"),
-                                needs=("g", "variance"))
+    reads=("p", "g", "variance", "tensor_div"), stores=("p", "variance"), needs=("g", "variance"))
 
 # The states under each setting of the flags.
 RULES = by_flags(
     {"factored": True},
     RuleRecord("adafactor", states=STATES, spaces=("col", "mat", "row", "tensor"), by_rows=True,
-               settings=({"factored": True},)),
+        settings=({"factored": True},)),
     RuleRecord("adafactor", states=STATES_2, spaces=("tensor",), settings=({"factored": False},)),
 )
 
 # The steps of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
 STEPS = (
-    Rule(
-        ({"factored": True},), 10, host=kernel_scalars,
-        stages=(ADAFACTOR_1, ADAFACTOR_2, ADAFACTOR_3, ADAFACTOR_4, ADAFACTOR_5, ADAFACTOR_6, ADAFACTOR_7, ADAFACTOR_8,
-                ADAFACTOR_9, ADAFACTOR_10),
-    ),
-    Rule(({"factored": False},), 9, host=kernel_scalars_2,
-         stages=(ADAFACTOR_NO_FACTORED_1, ADAFACTOR_NO_FACTORED_2, ADAFACTOR_NO_FACTORED_3)),
+    Rule(({"factored": True},), 10, host=kernel_scalars, stages=(ADAFACTOR_1, ADAFACTOR_2, ADAFACTOR_3, ADAFACTOR_4,
+        ADAFACTOR_5, ADAFACTOR_6, ADAFACTOR_7, ADAFACTOR_8, ADAFACTOR_9, ADAFACTOR_10)),
+    Rule(({"factored": False},), 9, host=kernel_scalars_2, stages=(ADAFACTOR_NO_FACTORED_1, ADAFACTOR_NO_FACTORED_2,
+        ADAFACTOR_NO_FACTORED_3)),
 )
 
 
@@ -151,37 +144,29 @@ def host_scalars_2(step, grad_scale, *, lr, beta2_decay, eps, d, weight_decay):
     )
 
 
-ADAFACTOR_1_2 = Stage("adafactor_1", "elem", scalars=(0,), reads=("p", "g"),
-                      sums=(("sum", ("row_sum_for_alpha",)), ("sum", ("row_sum_for_row_var", "col_sum_for_col_var"))))
-ADAFACTOR_2_2 = Stage("adafactor_2", "row", scalars=(1, 2),
-                      reads=("row_var", "row_sum_for_row_var", "row_sum_for_alpha"), stores=("row_var",),
-                      sums=(("sum", ("mat_sum_of_row_var",)), ("sum", ("tensor_sum_for_alpha",))),
-                      extents=("columns",))
+ADAFACTOR_1_2 = Stage("adafactor_1", "elem", scalars=(0,), reads=("p", "g"), sums=(("sum", ("row_sum_for_alpha",)),
+    ("sum", ("row_sum_for_row_var", "col_sum_for_col_var"))))
+ADAFACTOR_2_2 = Stage("adafactor_2", "row", scalars=(1, 2), reads=("row_var", "row_sum_for_row_var",
+    "row_sum_for_alpha"), stores=("row_var",), sums=(("sum", ("mat_sum_of_row_var",)), ("sum",
+    ("tensor_sum_for_alpha",))), extents=("columns",))
 ADAFACTOR_3_2 = Stage("adafactor_3", "col", scalars=(1, 2), reads=("col_var", "col_sum_for_col_var"),
-                      stores=("col_var",), extents=("rows",))
+    stores=("col_var",), extents=("rows",))
 ADAFACTOR_7_2 = Stage("adafactor_7", "elem", scalars=(0, 6), reads=("g", "col_var", "row_div"),
-                      sums=(("sum", ("row_sum_of_update",)),))
+    sums=(("sum", ("row_sum_of_update",)),))
 ADAFACTOR_8_2 = Stage("adafactor_8", "row", reads=("row_sum_of_update",), sums=(("sum", ("tensor_sum_of_update",)),))
 ADAFACTOR_9_2 = Stage("adafactor_9", "tensor", scalars=(7,), reads=("alpha", "tensor_sum_of_update"),
-                      stores=("alpha_over_tensor_max",), extents=("elements",))
-ADAFACTOR_10_2 = Stage("adafactor_10", "elem", scalars=(0, 8, 6),
-                       reads=("p", "g", "col_var", "alpha_over_tensor_max", "row_div"), stores=("p",))
+    stores=("alpha_over_tensor_max",), extents=("elements",))
+ADAFACTOR_10_2 = Stage("adafactor_10", "elem", scalars=(0, 8, 6), reads=("p", "g", "col_var", "alpha_over_tensor_max",
+    "row_div"), stores=("p",))
 ADAFACTOR_NO_FACTORED_1_2 = Stage("adafactor_no_factored_1", "elem", scalars=tuple(range(4)),
-                                  reads=("p", "g", "variance"),
-                                  sums=(("sum", ("tensor_sum_for_alpha",)), ("sum", ("tensor_sum_of_update",))))
+    reads=("p", "g", "variance"), sums=(("sum", ("tensor_sum_for_alpha",)), ("sum", ("tensor_sum_of_update",))))
 ADAFACTOR_NO_FACTORED_2_2 = Stage("adafactor_no_factored_2", "tensor", scalars=(4, 5, 6),
-                                  reads=("tensor_sum_for_alpha", "tensor_sum_of_update"),
-                                  stores=("alpha_over_tensor_max",), extents=("elements",))
+    reads=("tensor_sum_for_alpha", "tensor_sum_of_update"), stores=("alpha_over_tensor_max",), extents=("elements",))
 ADAFACTOR_NO_FACTORED_3_2 = Stage("adafactor_no_factored_3", "elem", scalars=(0, 7, 1, 2, 3),
-                                  reads=("p", "g", "variance", "alpha_over_tensor_max"), stores=("p", "variance"),
-                                  needs=("g", "variance"))
+    reads=("p", "g", "variance", "alpha_over_tensor_max"), stores=("p", "variance"), needs=("g", "variance"))
 STRICT = (
-    Rule(
-        ({"factored": True},), 9, host=host_scalars,
-        stages=(ADAFACTOR_1_2, ADAFACTOR_2_2, ADAFACTOR_3_2, ADAFACTOR_4, ADAFACTOR_5, ADAFACTOR_6, ADAFACTOR_7_2,
-                ADAFACTOR_8_2, ADAFACTOR_9_2, ADAFACTOR_10_2),
-        strict=True,
-    ),
-    Rule(({"factored": False},), 8, host=host_scalars_2,
-         stages=(ADAFACTOR_NO_FACTORED_1_2, ADAFACTOR_NO_FACTORED_2_2, ADAFACTOR_NO_FACTORED_3_2), strict=True),
+    Rule(({"factored": True},), 9, host=host_scalars, stages=(ADAFACTOR_1_2, ADAFACTOR_2_2, ADAFACTOR_3_2, ADAFACTOR_4,
+        ADAFACTOR_5, ADAFACTOR_6, ADAFACTOR_7_2, ADAFACTOR_8_2, ADAFACTOR_9_2, ADAFACTOR_10_2), strict=True),
+    Rule(({"factored": False},), 8, host=host_scalars_2, stages=(ADAFACTOR_NO_FACTORED_1_2, ADAFACTOR_NO_FACTORED_2_2,
+        ADAFACTOR_NO_FACTORED_3_2), strict=True),
 )

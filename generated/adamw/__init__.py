@@ -83,20 +83,20 @@ STATES_2 = (
     StateRecord("max_exp_avg_sq", nonneg=True, nearest=True),
 )
 ADAMW = Stage("adamw", "elem", reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"),
-              needs=("g", "exp_avg_sq"))
+    needs=("g", "exp_avg_sq"))
 ADAMW_AMSGRAD = Stage("adamw_amsgrad", "elem", reads=("p", "g", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-                      stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), picked=("max_exp_avg_sq",),
-                      needs=("g", "exp_avg_sq", "max_exp_avg_sq"))
+    stores=("p", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), picked=("max_exp_avg_sq",),
+    needs=("g", "exp_avg_sq", "max_exp_avg_sq"))
 
 # The states under each setting of the flags.
 RULES = by_flags(
     {"amsgrad": False, "decouple_lr": False},
     RuleRecord("adamw", states=STATES, settings=({"amsgrad": False, "decouple_lr": False},)),
     RuleRecord("adamw", states=STATES, host_states=(("peak_lr", 0.0),),
-               settings=({"amsgrad": False, "decouple_lr": True},)),
+        settings=({"amsgrad": False, "decouple_lr": True},)),
     RuleRecord("adamw", states=STATES_2, settings=({"amsgrad": True, "decouple_lr": False},)),
     RuleRecord("adamw", states=STATES_2, host_states=(("peak_lr", 0.0),),
-               settings=({"amsgrad": True, "decouple_lr": True},)),
+        settings=({"amsgrad": True, "decouple_lr": True},)),
 )
 
 # The steps of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.

@@ -77,61 +77,56 @@ STATES = (
     StateRecord("exp_avg_res_col", nonneg=True, space="col"),
 )
 STATES_2 = (StateRecord("exp_avg"), StateRecord("exp_avg_sq", nonneg=True))
-CAME_1 = Stage("came_1", "elem", reads=("g",),
-               sums=(("square", ("col_sum_for_exp_avg_sq_col", "row_sum_for_exp_avg_sq_row")),))
+CAME_1 = Stage("came_1", "elem", reads=("g",), sums=(("square", ("col_sum_for_exp_avg_sq_col",
+    "row_sum_for_exp_avg_sq_row")),))
 CAME_2 = Stage("came_2", "row", scalars=tuple(range(4)), reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
-               stores=("exp_avg_sq_row",), sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),), extents=("columns",))
+    stores=("exp_avg_sq_row",), sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),), extents=("columns",))
 CAME_3 = Stage("came_3", "col", scalars=tuple(range(4)), reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
-               stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",))
+    stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",))
 CAME_4 = Stage("came_4", "mat", reads=("mat_sum_of_exp_avg_sq_row",), stores=("mat_sum_of_exp_avg_sq_row_over_rows",),
-               extents=("rows",))
+    extents=("rows",))
 CAME_5 = Stage("came_5", "row", reads=("exp_avg_sq_row", "mat_sum_of_exp_avg_sq_row_over_rows"),
-               stores=("one_over_sqrt_row_div",))
+    stores=("one_over_sqrt_row_div",))
 CAME_6 = Stage("came_6", "elem", reads=("g", "one_over_sqrt_exp_avg_sq_col_2", "one_over_sqrt_row_div"),
-               sums=(("square", ("row_sum_of_g",)),))
+    sums=(("square", ("row_sum_of_g",)),))
 CAME_7 = Stage("came_7", "row", reads=("row_sum_of_g",), sums=(("sum", ("tensor_sum_of_g",)),))
 CAME_8 = Stage("came_8", "tensor", scalars=(4, 2), reads=("tensor_sum_of_g",), stores=("one_over_one_max_tensor_div",),
-               extents=("elements",))
+    extents=("elements",))
 CAME_9 = Stage("came_9", "row", reads=("one_over_sqrt_row_div", "one_over_one_max_tensor_div"), stores=("row_mul_3",))
-CAME_10 = Stage("came_10", "elem", scalars=(5, 6, 7),
-                reads=("g", "exp_avg", "one_over_sqrt_exp_avg_sq_col_2", "row_mul_3"), stores=("exp_avg",),
-                sums=(("square", ("row_sum_for_exp_avg_res_row", "col_sum_for_exp_avg_res_col")),))
+CAME_10 = Stage("came_10", "elem", scalars=(5, 6, 7), reads=("g", "exp_avg", "one_over_sqrt_exp_avg_sq_col_2",
+    "row_mul_3"), stores=("exp_avg",), sums=(("square", ("row_sum_for_exp_avg_res_row",
+    "col_sum_for_exp_avg_res_col")),))
 CAME_11 = Stage("came_11", "row", scalars=(8, 9, 10), reads=("exp_avg_res_row", "row_sum_for_exp_avg_res_row"),
-                stores=("exp_avg_res_row",), sums=(("sum", ("mat_sum_of_exp_avg_res_row",)),), extents=("columns",))
+    stores=("exp_avg_res_row",), sums=(("sum", ("mat_sum_of_exp_avg_res_row",)),), extents=("columns",))
 CAME_12 = Stage("came_12", "col", scalars=(8, 9, 10), reads=("exp_avg_res_col", "col_sum_for_exp_avg_res_col"),
-                stores=("exp_avg_res_col", "one_over_sqrt_exp_avg_res_col_2"), extents=("rows",))
+    stores=("exp_avg_res_col", "one_over_sqrt_exp_avg_res_col_2"), extents=("rows",))
 CAME_13 = Stage("came_13", "mat", reads=("mat_sum_of_exp_avg_res_row",),
-                stores=("mat_sum_of_exp_avg_res_row_over_rows",), extents=("rows",))
+    stores=("mat_sum_of_exp_avg_res_row_over_rows",), extents=("rows",))
 CAME_14 = Stage("came_14", "row", reads=("exp_avg_res_row", "mat_sum_of_exp_avg_res_row_over_rows"),
-                stores=("one_over_sqrt_row_div_2",))
-CAME_15 = Stage("came_15", "elem", scalars=(11, 12),
-                reads=("p", "exp_avg", "one_over_sqrt_row_div_2", "one_over_sqrt_exp_avg_res_col_2"), stores=("p",))
+    stores=("one_over_sqrt_row_div_2",))
+CAME_15 = Stage("came_15", "elem", scalars=(11, 12), reads=("p", "exp_avg", "one_over_sqrt_row_div_2",
+    "one_over_sqrt_exp_avg_res_col_2"), stores=("p",))
 CAME_NO_FACTORED_1 = Stage("came_no_factored_1", "elem", scalars=tuple(range(4)), reads=("g", "exp_avg_sq"),
-                           sums=(("square", ("tensor_sum_of_g",)),))
+    sums=(("square", ("tensor_sum_of_g",)),))
 CAME_NO_FACTORED_2 = Stage("came_no_factored_2", "tensor", scalars=(4, 2), reads=("tensor_sum_of_g",),
-                           stores=("one_over_one_max_tensor_div",), extents=("elements",))
-CAME_NO_FACTORED_3 = Stage("came_no_factored_3", "elem", scalars=(0, 5, 1, 2, 3, 6, 7, 8),
-                           reads=("p", "g", "exp_avg", "exp_avg_sq", "one_over_one_max_tensor_div"),
-                           stores=("p", "exp_avg", "exp_avg_sq"), needs=("g", "exp_avg_sq"))
+    stores=("one_over_one_max_tensor_div",), extents=("elements",))
+CAME_NO_FACTORED_3 = Stage("came_no_factored_3", "elem", scalars=(0, 5, 1, 2, 3, 6, 7, 8), reads=("p", "g", "exp_avg",
+    "exp_avg_sq", "one_over_one_max_tensor_div"), stores=("p", "exp_avg", "exp_avg_sq"), needs=("g", "exp_avg_sq"))
 
 # The states under each setting of the flags.
 RULES = by_flags(
     {"factored": True},
     RuleRecord("came", states=STATES, early=("exp_avg",), spaces=("col", "mat", "row", "tensor"), by_rows=True,
-               settings=({"factored": True},)),
+        settings=({"factored": True},)),
     RuleRecord("came", states=STATES_2, spaces=("tensor",), settings=({"factored": False},)),
 )
 
 # The steps of kernels, in fast maths; rounding changed by: fma, group, linear, reciprocal.
 STEPS = (
-    Rule(
-        ({"factored": True},), 13, host=kernel_scalars,
-        stages=(CAME_1, CAME_2, CAME_3, CAME_4, CAME_5, CAME_6, CAME_7, CAME_8, CAME_9, CAME_10, CAME_11, CAME_12,
-                CAME_13, CAME_14, CAME_15),
-        early=("exp_avg",),
-    ),
-    Rule(({"factored": False},), 9, host=kernel_scalars_2,
-         stages=(CAME_NO_FACTORED_1, CAME_NO_FACTORED_2, CAME_NO_FACTORED_3)),
+    Rule(({"factored": True},), 13, host=kernel_scalars, stages=(CAME_1, CAME_2, CAME_3, CAME_4, CAME_5, CAME_6, CAME_7,
+        CAME_8, CAME_9, CAME_10, CAME_11, CAME_12, CAME_13, CAME_14, CAME_15), early=("exp_avg",)),
+    Rule(({"factored": False},), 9, host=kernel_scalars_2, stages=(CAME_NO_FACTORED_1, CAME_NO_FACTORED_2,
+        CAME_NO_FACTORED_3)),
 )
 
 
@@ -161,46 +156,40 @@ def host_scalars_2(step, grad_scale, *, lr, eps, clip_threshold, betas, weight_d
     )
 
 
-CAME_1_2 = Stage("came_1", "elem", scalars=(0, 1), reads=("g",),
-                 sums=(("sum", ("row_sum_for_exp_avg_sq_row", "col_sum_for_exp_avg_sq_col")),))
+CAME_1_2 = Stage("came_1", "elem", scalars=(0, 1), reads=("g",), sums=(("sum", ("row_sum_for_exp_avg_sq_row",
+    "col_sum_for_exp_avg_sq_col")),))
 CAME_2_2 = Stage("came_2", "row", scalars=(2, 3), reads=("exp_avg_sq_row", "row_sum_for_exp_avg_sq_row"),
-                 stores=("exp_avg_sq_row",), sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),), extents=("columns",))
+    stores=("exp_avg_sq_row",), sums=(("sum", ("mat_sum_of_exp_avg_sq_row",)),), extents=("columns",))
 CAME_3_2 = Stage("came_3", "col", scalars=(2, 3), reads=("exp_avg_sq_col", "col_sum_for_exp_avg_sq_col"),
-                 stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",))
+    stores=("exp_avg_sq_col", "one_over_sqrt_exp_avg_sq_col_2"), extents=("rows",))
 CAME_6_2 = Stage("came_6", "elem", scalars=(1,), reads=("g", "one_over_sqrt_row_div", "one_over_sqrt_exp_avg_sq_col_2"),
-                 sums=(("sum", ("row_sum_of_update",)),))
+    sums=(("sum", ("row_sum_of_update",)),))
 CAME_7_2 = Stage("came_7", "row", reads=("row_sum_of_update",), sums=(("sum", ("tensor_sum_of_update",)),))
 CAME_8_2 = Stage("came_8", "tensor", scalars=(4,), reads=("tensor_sum_of_update",), stores=("one_max_tensor_div",),
-                 extents=("elements",))
-CAME_9_2 = Stage(
-    "came_9", "elem", scalars=(5, 6, 1, 7),
-    reads=("g", "exp_avg", "one_over_sqrt_row_div", "one_over_sqrt_exp_avg_sq_col_2", "one_max_tensor_div"),
-    stores=("exp_avg",), sums=(("sum", ("row_sum_for_exp_avg_res_row", "col_sum_for_exp_avg_res_col")),),
-)
+    extents=("elements",))
+CAME_9_2 = Stage("came_9", "elem", scalars=(5, 6, 1, 7), reads=("g", "exp_avg", "one_over_sqrt_row_div",
+    "one_over_sqrt_exp_avg_sq_col_2", "one_max_tensor_div"), stores=("exp_avg",), sums=(("sum",
+    ("row_sum_for_exp_avg_res_row", "col_sum_for_exp_avg_res_col")),))
 CAME_10_2 = Stage("came_10", "row", scalars=(8, 9), reads=("exp_avg_res_row", "row_sum_for_exp_avg_res_row"),
-                  stores=("exp_avg_res_row",), sums=(("sum", ("mat_sum_of_exp_avg_res_row",)),), extents=("columns",))
+    stores=("exp_avg_res_row",), sums=(("sum", ("mat_sum_of_exp_avg_res_row",)),), extents=("columns",))
 CAME_11_2 = Stage("came_11", "col", scalars=(8, 9), reads=("exp_avg_res_col", "col_sum_for_exp_avg_res_col"),
-                  stores=("exp_avg_res_col", "one_over_sqrt_exp_avg_res_col_2"), extents=("rows",))
+    stores=("exp_avg_res_col", "one_over_sqrt_exp_avg_res_col_2"), extents=("rows",))
 CAME_12_2 = Stage("came_12", "mat", reads=("mat_sum_of_exp_avg_res_row",),
-                  stores=("mat_sum_of_exp_avg_res_row_over_rows",), extents=("rows",))
+    stores=("mat_sum_of_exp_avg_res_row_over_rows",), extents=("rows",))
 CAME_13_2 = Stage("came_13", "row", reads=("exp_avg_res_row", "mat_sum_of_exp_avg_res_row_over_rows"),
-                  stores=("one_over_sqrt_row_div_2",))
-CAME_14_2 = Stage("came_14", "elem", scalars=(10, 11),
-                  reads=("p", "exp_avg", "one_over_sqrt_row_div_2", "one_over_sqrt_exp_avg_res_col_2"), stores=("p",))
+    stores=("one_over_sqrt_row_div_2",))
+CAME_14_2 = Stage("came_14", "elem", scalars=(10, 11), reads=("p", "exp_avg", "one_over_sqrt_row_div_2",
+    "one_over_sqrt_exp_avg_res_col_2"), stores=("p",))
 CAME_NO_FACTORED_1_2 = Stage("came_no_factored_1", "elem", scalars=tuple(range(4)), reads=("g", "exp_avg_sq"),
-                             sums=(("sum", ("tensor_sum_of_update",)),))
+    sums=(("sum", ("tensor_sum_of_update",)),))
 CAME_NO_FACTORED_2_2 = Stage("came_no_factored_2", "tensor", scalars=(4,), reads=("tensor_sum_of_update",),
-                             stores=("one_max_tensor_div",), extents=("elements",))
-CAME_NO_FACTORED_3_2 = Stage("came_no_factored_3", "elem", scalars=(5, 0, 6, 1, 2, 3, 7, 8),
-                             reads=("p", "g", "exp_avg", "exp_avg_sq", "one_max_tensor_div"),
-                             stores=("p", "exp_avg", "exp_avg_sq"), needs=("g", "exp_avg_sq"))
+    stores=("one_max_tensor_div",), extents=("elements",))
+CAME_NO_FACTORED_3_2 = Stage("came_no_factored_3", "elem", scalars=(5, 0, 6, 1, 2, 3, 7, 8), reads=("p", "g", "exp_avg",
+    "exp_avg_sq", "one_max_tensor_div"), stores=("p", "exp_avg", "exp_avg_sq"), needs=("g", "exp_avg_sq"))
 STRICT = (
-    Rule(
-        ({"factored": True},), 12, host=host_scalars,
-        stages=(CAME_1_2, CAME_2_2, CAME_3_2, CAME_4, CAME_5, CAME_6_2, CAME_7_2, CAME_8_2, CAME_9_2, CAME_10_2,
-                CAME_11_2, CAME_12_2, CAME_13_2, CAME_14_2),
-        early=("exp_avg",), strict=True,
-    ),
-    Rule(({"factored": False},), 9, host=host_scalars_2,
-         stages=(CAME_NO_FACTORED_1_2, CAME_NO_FACTORED_2_2, CAME_NO_FACTORED_3_2), strict=True),
+    Rule(({"factored": True},), 12, host=host_scalars, stages=(CAME_1_2, CAME_2_2, CAME_3_2, CAME_4, CAME_5, CAME_6_2,
+        CAME_7_2, CAME_8_2, CAME_9_2, CAME_10_2, CAME_11_2, CAME_12_2, CAME_13_2, CAME_14_2), early=("exp_avg",),
+        strict=True),
+    Rule(({"factored": False},), 9, host=host_scalars_2, stages=(CAME_NO_FACTORED_1_2, CAME_NO_FACTORED_2_2,
+        CAME_NO_FACTORED_3_2), strict=True),
 )

@@ -80,18 +80,17 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm
 # The states, and the kernels.
 STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
 LAMB_1 = Stage("lamb_1", "elem", scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
-               stores=("exp_avg", "exp_avg_sq"),
-               sums=(("square", ("tensor_sum_for_weight_norm",)), ("square", ("tensor_sum_for_update_norm",))),
-               needs=("g", "exp_avg_sq"))
-LAMB_2 = Stage("lamb_2", "tensor", scalars=(7, 8, 9),
-               reads=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"), stores=("lr_times_trust",))
+    stores=("exp_avg", "exp_avg_sq"), sums=(("square", ("tensor_sum_for_weight_norm",)), ("square",
+    ("tensor_sum_for_update_norm",))), needs=("g", "exp_avg_sq"))
+LAMB_2 = Stage("lamb_2", "tensor", scalars=(7, 8, 9), reads=("tensor_sum_for_weight_norm",
+    "tensor_sum_for_update_norm"), stores=("lr_times_trust",))
 LAMB_3 = Stage("lamb_3", "elem", scalars=(2, 5, 6), reads=("p", "exp_avg", "exp_avg_sq", "lr_times_trust"),
-               stores=("p",))
+    stores=("p",))
 LAMB_LATE_1 = Stage("lamb_late_1", "elem", scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                    sums=(("square", ("tensor_sum_for_weight_norm",)), ("square", ("tensor_sum_for_update_norm",))))
+    sums=(("square", ("tensor_sum_for_weight_norm",)), ("square", ("tensor_sum_for_update_norm",))))
 LAMB_LATE_3 = Stage("lamb_late_3", "elem", scalars=tuple(range(7)),
-                    reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_times_trust"), stores=("p", "exp_avg", "exp_avg_sq"),
-                    needs=("g", "exp_avg_sq"))
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_times_trust"), stores=("p", "exp_avg", "exp_avg_sq"),
+    needs=("g", "exp_avg_sq"))
 
 # The states under each setting of the flags.
 RULES = by_flags(
@@ -102,10 +101,10 @@ RULES = by_flags(
 # The steps of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
     Rule(({"grad_averaging": True},), 10, host=kernel_scalars, stages=(LAMB_1, LAMB_2, LAMB_3),
-         early=("exp_avg_sq", "exp_avg")),
+        early=("exp_avg_sq", "exp_avg")),
     Rule(({"grad_averaging": True},), 10, host=kernel_scalars, stages=(LAMB_LATE_1, LAMB_2, LAMB_LATE_3)),
     Rule(({"grad_averaging": False},), 10, host=kernel_scalars_2, stages=(LAMB_1, LAMB_2, LAMB_3),
-         early=("exp_avg_sq", "exp_avg")),
+        early=("exp_avg_sq", "exp_avg")),
     Rule(({"grad_averaging": False},), 10, host=kernel_scalars_2, stages=(LAMB_LATE_1, LAMB_2, LAMB_LATE_3)),
 )
 
@@ -135,42 +134,37 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, 
 
 
 LAMB_1_2 = Stage("lamb_1", "elem", scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                 stores=("exp_avg", "exp_avg_sq"),
-                 sums=(("sum", ("tensor_sum_for_weight_norm",)), ("sum", ("tensor_sum_for_update_norm",))),
-                 needs=("g", "exp_avg_sq"))
-LAMB_2_2 = Stage("lamb_2", "tensor", scalars=(9, 10, 11),
-                 reads=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"), stores=("lr_times_trust",))
+    stores=("exp_avg", "exp_avg_sq"), sums=(("sum", ("tensor_sum_for_weight_norm",)), ("sum",
+    ("tensor_sum_for_update_norm",))), needs=("g", "exp_avg_sq"))
+LAMB_2_2 = Stage("lamb_2", "tensor", scalars=(9, 10, 11), reads=("tensor_sum_for_weight_norm",
+    "tensor_sum_for_update_norm"), stores=("lr_times_trust",))
 LAMB_3_2 = Stage("lamb_3", "elem", scalars=(2, 3, 7, 8), reads=("p", "exp_avg", "exp_avg_sq", "lr_times_trust"),
-                 stores=("p",))
+    stores=("p",))
 LAMB_LATE_1_2 = Stage("lamb_late_1", "elem", scalars=tuple(range(9)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
-                      sums=(("sum", ("tensor_sum_for_weight_norm",)), ("sum", ("tensor_sum_for_update_norm",))))
+    sums=(("sum", ("tensor_sum_for_weight_norm",)), ("sum", ("tensor_sum_for_update_norm",))))
 LAMB_LATE_3_2 = Stage("lamb_late_3", "elem", scalars=tuple(range(9)),
-                      reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_times_trust"),
-                      stores=("p", "exp_avg", "exp_avg_sq"), needs=("g", "exp_avg_sq"))
-LAMB_NO_GRAD_AVERAGING_1 = Stage(
-    "lamb_no_grad_averaging_1", "elem", scalars=tuple(range(8)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
-    stores=("exp_avg", "exp_avg_sq"),
-    sums=(("sum", ("tensor_sum_for_weight_norm",)), ("sum", ("tensor_sum_for_update_norm",))),
-    needs=("g", "exp_avg_sq"),
-)
-LAMB_2_3 = Stage("lamb_2", "tensor", scalars=(8, 9, 10),
-                 reads=("tensor_sum_for_weight_norm", "tensor_sum_for_update_norm"), stores=("lr_times_trust",))
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_times_trust"), stores=("p", "exp_avg", "exp_avg_sq"),
+    needs=("g", "exp_avg_sq"))
+LAMB_NO_GRAD_AVERAGING_1 = Stage("lamb_no_grad_averaging_1", "elem", scalars=tuple(range(8)),
+    reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("exp_avg", "exp_avg_sq"), sums=(("sum",
+    ("tensor_sum_for_weight_norm",)), ("sum", ("tensor_sum_for_update_norm",))), needs=("g", "exp_avg_sq"))
+LAMB_2_3 = Stage("lamb_2", "tensor", scalars=(8, 9, 10), reads=("tensor_sum_for_weight_norm",
+    "tensor_sum_for_update_norm"), stores=("lr_times_trust",))
 LAMB_3_3 = Stage("lamb_3", "elem", scalars=(2, 3, 6, 7), reads=("p", "exp_avg", "exp_avg_sq", "lr_times_trust"),
-                 stores=("p",))
-LAMB_NO_GRAD_AVERAGING_LATE_1 = Stage(
-    "lamb_no_grad_averaging_late_1", "elem", scalars=tuple(range(8)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
-    sums=(("sum", ("tensor_sum_for_weight_norm",)), ("sum", ("tensor_sum_for_update_norm",))),
-)
+    stores=("p",))
+LAMB_NO_GRAD_AVERAGING_LATE_1 = Stage("lamb_no_grad_averaging_late_1", "elem", scalars=tuple(range(8)),
+    reads=("p", "g", "exp_avg", "exp_avg_sq"), sums=(("sum", ("tensor_sum_for_weight_norm",)), ("sum",
+    ("tensor_sum_for_update_norm",))))
 LAMB_NO_GRAD_AVERAGING_LATE_3 = Stage("lamb_no_grad_averaging_late_3", "elem", scalars=tuple(range(8)),
-                                      reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_times_trust"),
-                                      stores=("p", "exp_avg", "exp_avg_sq"), needs=("g", "exp_avg_sq"))
+    reads=("p", "g", "exp_avg", "exp_avg_sq", "lr_times_trust"), stores=("p", "exp_avg", "exp_avg_sq"),
+    needs=("g", "exp_avg_sq"))
 STRICT = (
     Rule(({"grad_averaging": True},), 12, host=host_scalars, stages=(LAMB_1_2, LAMB_2_2, LAMB_3_2),
-         early=("exp_avg_sq", "exp_avg"), strict=True),
+        early=("exp_avg_sq", "exp_avg"), strict=True),
     Rule(({"grad_averaging": True},), 12, host=host_scalars, stages=(LAMB_LATE_1_2, LAMB_2_2, LAMB_LATE_3_2),
-         strict=True),
+        strict=True),
     Rule(({"grad_averaging": False},), 11, host=host_scalars_2, stages=(LAMB_NO_GRAD_AVERAGING_1, LAMB_2_3, LAMB_3_3),
-         early=("exp_avg_sq", "exp_avg"), strict=True),
-    Rule(({"grad_averaging": False},), 11, host=host_scalars_2,
-         stages=(LAMB_NO_GRAD_AVERAGING_LATE_1, LAMB_2_3, LAMB_NO_GRAD_AVERAGING_LATE_3), strict=True),
+        early=("exp_avg_sq", "exp_avg"), strict=True),
+    Rule(({"grad_averaging": False},), 11, host=host_scalars_2, stages=(LAMB_NO_GRAD_AVERAGING_LATE_1, LAMB_2_3,
+        LAMB_NO_GRAD_AVERAGING_LATE_3), strict=True),
 )

@@ -21,7 +21,6 @@ class Muon(Optimizer):
         ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = (3.4445, -4.775, 2.0315),
         eps: float | Tensor = 1e-7,
         ns_steps: float | Tensor | None = None,
-        gram: bool = False,
         scale_floor: float | Tensor = 1.0,
         adamw_lr: float | Tensor = 0.001,
         adamw_betas: Sequence[float | Tensor] = (0.9, 0.95),

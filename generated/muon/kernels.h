@@ -4,16 +4,16 @@
 // tensor: values of tensors
 template <class S0>
 OPTGEN_INLINE void muon_1(F lr, F scale_floor, F extent_rows, F extent_columns, S0 &lr_times_scale) {
-    const F scale = sqrt(max(scale_floor, extent_rows / extent_columns));  // 57
+    const F scale = sqrt(max(scale_floor, extent_rows / extent_columns));  // 56
     lr_times_scale.set(lr * scale);
 }
 
-// a sweep: direction (specs/muon.py:55)
+// a sweep: direction (specs/muon.py:54)
 template <class S0, class S1>
 OPTGEN_INLINE void muon_2(F g, F momentum, F one_minus_momentum_times_grad_scale, S0 &momentum_buffer, S1 &direction) {
     const F g_mul = one_minus_momentum_times_grad_scale * g;
-    const F momentum_buffer_ = momentum_buffer.plus(momentum, g_mul);  // 53
-    const F direction_ = fma(momentum, momentum_buffer_, g_mul);  // 54
+    const F momentum_buffer_ = momentum_buffer.plus(momentum, g_mul);  // 52
+    const F direction_ = fma(momentum, momentum_buffer_, g_mul);  // 53
     const I direction_bitcast = bits(direction_);
     momentum_buffer.set(momentum_buffer_);
     direction.set(
@@ -26,9 +26,9 @@ OPTGEN_INLINE void muon_2(F g, F momentum, F one_minus_momentum_times_grad_scale
 // a sweep: the update
 template <class S0, class S1>
 OPTGEN_INLINE F muon_4(F p, F one_minus_lr_times_weight_decay, S0 &lr_times_scale, S1 &direction) {
-    const F direction_ = direction.read();  // 55
-    const F p_ = one_minus_lr_times_weight_decay * p;           // 58
-    const F p_2 = fma(-lr_times_scale.read(), direction_, p_);  // 59
+    const F direction_ = direction.read();  // 54
+    const F p_ = one_minus_lr_times_weight_decay * p;           // 57
+    const F p_2 = fma(-lr_times_scale.read(), direction_, p_);  // 58
     return p_2;
 }
 
@@ -44,17 +44,17 @@ struct muon_no_matrix {  // muon
         scalar_3(scalars[5]), one_minus_adamw_lr_times_weight_decay(scalars[6]) {}
     template <class S0, class S1>
     void states(F p, F g, S0 &momentum_buffer, S1 &exp_avg_sq) const {
-        // 49
+        // 48
         const F momentum_buffer_ = fma(
             one_minus_adamw_betas_0_times_grad_scale, g, momentum_buffer.times(adamw_betas_0)
         );
-        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(adamw_betas_1));  // 49
+        const F exp_avg_sq_ = fma(scalar_1 * g, g, exp_avg_sq.times(adamw_betas_1));  // 48
         momentum_buffer.set(momentum_buffer_);
         exp_avg_sq.set(exp_avg_sq_);
     }
     template <class S0, class S1>
     F weight(F p, F g, const S0 &momentum_buffer, const S1 &exp_avg_sq) const {
-        // 49
+        // 48
         const F p_ = fma(
             -momentum_buffer.next(), 1.0f / fma(exp_avg_sq.root(), scalar_2, scalar_3),
             one_minus_adamw_lr_times_weight_decay * p
@@ -66,16 +66,16 @@ struct muon_no_matrix {  // muon
 // tensor: values of tensors
 template <class S0>
 OPTGEN_INLINE void muon_match_rms_adamw_1(F lr, F extent_rows, F extent_columns, S0 &lr_times_scale) {
-    const F scale = 0.2f * sqrt(max(extent_rows, extent_columns));  // 57
+    const F scale = 0.2f * sqrt(max(extent_rows, extent_columns));  // 56
     lr_times_scale.set(lr * scale);
 }
 
-// a sweep: direction (specs/muon.py:55)
+// a sweep: direction (specs/muon.py:54)
 template <class S0, class S1>
 OPTGEN_INLINE void muon_no_nesterov_2(
     F g, F momentum, F one_minus_momentum_times_grad_scale, S0 &momentum_buffer, S1 &direction
 ) {
-    const F momentum_buffer_ = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer.times(momentum));  // 53
+    const F momentum_buffer_ = fma(one_minus_momentum_times_grad_scale, g, momentum_buffer.times(momentum));  // 52
     const I momentum_buffer_bitcast = bits(momentum_buffer_);
     momentum_buffer.set(momentum_buffer_);
     direction.set(

@@ -10,7 +10,7 @@ from optgen.runtime.gpu.codecs import read
 @triton.jit
 def muon_1_values(extent_rows, extent_columns, lr, scale_floor):
     """The new lr_times_scale."""
-    # 57  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
+    # 56  scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(scale_floor, height / width))
     scale = tl.sqrt_rn(
         tl.maximum(scale_floor, tl.div_rn(extent_rows, extent_columns), propagate_nan=tl.PropagateNan.ALL)
     )
@@ -25,9 +25,9 @@ def muon_2_tile(
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
     g = grad_scale * g
     g_mul = one_minus_momentum * g
-    # 53  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
+    # 52  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer + g_mul
-    # 54  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
+    # 53  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     direction_bitcast = direction.to(tl.int32, bitcast=True)
     return momentum_buffer, (
@@ -41,10 +41,10 @@ def muon_4_tile(
     MASKED: tl.constexpr,
 ):
     """The new p."""
-    p = p * one_minus_lr_times_weight_decay      # 58  p = policies.decoupled(p, lr, weight_decay)
-    # 55  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps, gram=gram)
+    p = p * one_minus_lr_times_weight_decay      # 57  p = policies.decoupled(p, lr, weight_decay)
+    # 54  direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
     direction = direction_stored.to(tl.float32)
-    p = p - lr_times_scale * direction           # 59  p = p - lr * scale * direction
+    p = p - lr_times_scale * direction           # 58  p = p - lr * scale * direction
     return (p,)
 
 
@@ -58,11 +58,11 @@ def muon_no_matrix_tile(
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     g = grad_scale * g
-    # 49  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
+    # 48  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr,
     #     adamw_betas, adamw_eps, weight_decay )
     momentum_buffer = adamw_betas_0 * momentum_buffer + one_minus_adamw_betas_0 * g
-    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g  # 49
-    # 49
+    exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g  # 48
+    # 48
     p = p * one_minus_adamw_lr_times_weight_decay - tl.div_rn(
         adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer,
         tl.div_rn(tl.sqrt_rn(exp_avg_sq), sqrt_one_minus_adamw_betas_1_pow_t) + adamw_eps
@@ -73,7 +73,7 @@ def muon_no_matrix_tile(
 @triton.jit
 def muon_match_rms_adamw_1_values(extent_rows, extent_columns, lr):
     """The new lr_times_scale."""
-    scale = 0.2 * tl.sqrt_rn(tl.maximum(extent_rows, extent_columns, propagate_nan=tl.PropagateNan.ALL))  # 57
+    scale = 0.2 * tl.sqrt_rn(tl.maximum(extent_rows, extent_columns, propagate_nan=tl.PropagateNan.ALL))  # 56
     return (lr * scale,)
 
 
@@ -84,7 +84,7 @@ def muon_no_nesterov_2_tile(
     """The new momentum_buffer, direction."""
     momentum_buffer = read(momentum_buffer, PLAN.momentum_buffer)
     g = grad_scale * g
-    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g  # 53
+    momentum_buffer = momentum * momentum_buffer + one_minus_momentum * g  # 52
     momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
     return momentum_buffer, (
         tl.where(

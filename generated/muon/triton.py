@@ -13,7 +13,7 @@ from optgen.runtime.gpu.small_work import rounds
 @triton.jit
 def muon_1_values(extent_rows, extent_columns, lr, scale_floor):
     """The new lr_times_scale."""
-    scale = tl.sqrt(tl.maximum(scale_floor, extent_rows / extent_columns, propagate_nan=tl.PropagateNan.ALL))  # 57
+    scale = tl.sqrt(tl.maximum(scale_floor, extent_rows / extent_columns, propagate_nan=tl.PropagateNan.ALL))  # 56
     return (lr * scale,)
 
 
@@ -29,8 +29,8 @@ def muon_2_tile(
 ):
     """The new momentum_buffer, direction."""
     g_mul = one_minus_momentum_times_grad_scale * g
-    momentum_buffer = plus(momentum, momentum_buffer, g_mul, PLAN.momentum_buffer)  # 53
-    direction = tl.fma(momentum, momentum_buffer, g_mul)  # 54
+    momentum_buffer = plus(momentum, momentum_buffer, g_mul, PLAN.momentum_buffer)  # 52
+    direction = tl.fma(momentum, momentum_buffer, g_mul)  # 53
     direction_bitcast = direction.to(tl.int32, bitcast=True)
     return momentum_buffer, (
         tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16
@@ -51,9 +51,9 @@ def muon_4_tile(
     MASKED: tl.constexpr,
 ):
     """The new p."""
-    direction = widened(direction_stored)  # 55
-    p = one_minus_lr_times_weight_decay * p          # 58
-    p = tl.fma(minus(lr_times_scale), direction, p)  # 59
+    direction = widened(direction_stored)  # 54
+    p = one_minus_lr_times_weight_decay * p          # 57
+    p = tl.fma(minus(lr_times_scale), direction, p)  # 58
     return (p,)
 
 
@@ -69,12 +69,12 @@ def muon_no_matrix_tile(
     live, MASKED: tl.constexpr,
 ):
     """The new p, momentum_buffer, exp_avg_sq."""
-    # 49
+    # 48
     momentum_buffer = tl.fma(
         one_minus_adamw_betas_0_times_grad_scale, g, times(adamw_betas_0, momentum_buffer, PLAN.momentum_buffer)
     )
-    exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 49
-    # 49
+    exp_avg_sq = tl.fma(scalar_1 * g, g, times(adamw_betas_1, exp_avg_sq, PLAN.exp_avg_sq))  # 48
+    # 48
     p = tl.fma(
         minus(momentum_buffer), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_2, scalar_3)),
         one_minus_adamw_lr_times_weight_decay * p
@@ -99,7 +99,7 @@ def muon_no_matrix_sweep(
 @triton.jit
 def muon_match_rms_adamw_1_values(extent_rows, extent_columns, lr):
     """The new lr_times_scale."""
-    scale = 0.2 * tl.sqrt(tl.maximum(extent_rows, extent_columns, propagate_nan=tl.PropagateNan.ALL))  # 57
+    scale = 0.2 * tl.sqrt(tl.maximum(extent_rows, extent_columns, propagate_nan=tl.PropagateNan.ALL))  # 56
     return (lr * scale,)
 
 
@@ -114,7 +114,7 @@ def muon_no_nesterov_2_tile(
     MASKED: tl.constexpr,
 ):
     """The new momentum_buffer, direction."""
-    # 53
+    # 52
     momentum_buffer = tl.fma(
         one_minus_momentum_times_grad_scale, g, times(momentum, momentum_buffer, PLAN.momentum_buffer)
     )

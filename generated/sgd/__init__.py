@@ -69,9 +69,9 @@ def kernel_scalars_3(step, grad_scale, *, lr, momentum, dampening, weight_decay)
 STATES = (StateRecord("momentum_buffer"),)
 SGD_2 = Stage("sgd", "elem", reads=("p", "g"), stores=("p",))
 SGD_HAS_MOMENTUM = Stage("sgd_has_momentum", "elem", reads=("p", "g", "momentum_buffer"),
-                         stores=("p", "momentum_buffer"))
+    stores=("p", "momentum_buffer"))
 SGD_NESTEROV_HAS_MOMENTUM = Stage("sgd_nesterov_has_momentum", "elem", reads=("p", "g", "momentum_buffer"),
-                                  stores=("p", "momentum_buffer"))
+    stores=("p", "momentum_buffer"))
 
 # The states under each setting of the flags.
 RULES = by_flags(
@@ -113,5 +113,5 @@ STRICT = (
     Rule(({"nesterov": False, "has_momentum": False},), 3, host=host_scalars, stages=(SGD_2,), strict=True),
     Rule(({"nesterov": False, "has_momentum": True},), 5, host=host_scalars_2, stages=(SGD_HAS_MOMENTUM,), strict=True),
     Rule(({"nesterov": True, "has_momentum": True},), 6, host=host_scalars_3, stages=(SGD_NESTEROV_HAS_MOMENTUM,),
-         strict=True),
+        strict=True),
 )

@@ -267,126 +267,91 @@ STATES_4 = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp
 SOAP_1 = Stage("soap_1", "elem", scalars=(0,), reads=("g",), stores=("g_whole",))
 SOAP_MATRICES = Stage("soap_matrices", "whole", reads=("basis_left", "basis_right", "g_whole"), stores=("turned_2",))
 SOAP_3 = Stage("soap_3", "elem", scalars=(1, 2, 3, 4, 5), reads=("exp_avg", "exp_avg_sq", "turned_2"),
-               stores=("exp_avg", "exp_avg_sq", "update_whole"), needs=("exp_avg_sq", "turned_2"))
-SOAP_MATRICES_2 = Stage("soap_matrices_2", "whole", scalars=(6, 7),
-                        reads=("left", "basis_left", "right", "basis_right", "update_whole", "turned_2"),
-                        stores=("left", "right", "update_2"))
+    stores=("exp_avg", "exp_avg_sq", "update_whole"), needs=("exp_avg_sq", "turned_2"))
+SOAP_MATRICES_2 = Stage("soap_matrices_2", "whole", scalars=(6, 7), reads=("left", "basis_left", "right", "basis_right",
+    "update_whole", "turned_2"), stores=("left", "right", "update_2"))
 SOAP_5 = Stage("soap_5", "elem", scalars=(8, 9), reads=("p", "update_2"), stores=("p",))
 SOAP_MATRICES_NO_BY_COLUMNS = Stage("soap_matrices_no_by_columns", "whole", reads=("basis_left", "g_whole"),
-                                    stores=("turned",))
+    stores=("turned",))
 SOAP_NO_BY_COLUMNS_3 = Stage("soap_no_by_columns_3", "elem", scalars=(1, 2, 3, 4, 5),
-                             reads=("exp_avg", "exp_avg_sq", "turned"),
-                             stores=("exp_avg", "exp_avg_sq", "update_whole"), needs=("exp_avg_sq", "turned"))
+    reads=("exp_avg", "exp_avg_sq", "turned"), stores=("exp_avg", "exp_avg_sq", "update_whole"),
+    needs=("exp_avg_sq", "turned"))
 SOAP_MATRICES_NO_BY_COLUMNS_2 = Stage("soap_matrices_no_by_columns_2", "whole", scalars=(6, 7),
-                                      reads=("left", "basis_left", "update_whole", "turned"),
-                                      stores=("left", "update"))
+    reads=("left", "basis_left", "update_whole", "turned"), stores=("left", "update"))
 SOAP_NO_BY_COLUMNS_5 = Stage("soap_no_by_columns_5", "elem", scalars=(8, 9), reads=("p", "update"), stores=("p",))
 SOAP_MATRICES_NO_BY_ROWS = Stage("soap_matrices_no_by_rows", "whole", reads=("basis_right", "g_whole"),
-                                 stores=("turned",))
+    stores=("turned",))
 SOAP_MATRICES_NO_BY_ROWS_2 = Stage("soap_matrices_no_by_rows_2", "whole", scalars=(6, 7),
-                                   reads=("right", "basis_right", "update_whole", "turned"),
-                                   stores=("right", "update"))
+    reads=("right", "basis_right", "update_whole", "turned"), stores=("right", "update"))
 SOAP_NO_BY_ROWS_NO_BY_COLUMNS = Stage("soap_no_by_rows_no_by_columns", "elem",
-                                      reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"),
-                                      needs=("g", "exp_avg_sq"))
+    reads=("p", "g", "exp_avg", "exp_avg_sq"), stores=("p", "exp_avg", "exp_avg_sq"), needs=("g", "exp_avg_sq"))
 SOAP_REFRESH_3 = Stage("soap_refresh_3", "elem", scalars=(1, 2, 3, 4, 5), reads=("exp_avg", "exp_avg_sq", "turned_2"),
-                       stores=("update_whole", "exp_avg_whole", "exp_avg_sq_whole"))
-SOAP_MATRICES_REFRESH = Stage(
-    "soap_matrices_refresh", "whole", scalars=(6, 7, 8),
-    reads=("left", "basis_left", "right", "basis_right", "update_whole", "turned_2", "exp_avg_whole",
-           "exp_avg_sq_whole"),
-    stores=("left", "basis_left", "right", "basis_right", "update_2", "exp_avg_3", "exp_avg_sq_3"),
-)
+    stores=("update_whole", "exp_avg_whole", "exp_avg_sq_whole"))
+SOAP_MATRICES_REFRESH = Stage("soap_matrices_refresh", "whole", scalars=(6, 7, 8), reads=("left", "basis_left", "right",
+    "basis_right", "update_whole", "turned_2", "exp_avg_whole", "exp_avg_sq_whole"), stores=("left", "basis_left",
+    "right", "basis_right", "update_2", "exp_avg_3", "exp_avg_sq_3"))
 SOAP_REFRESH_5 = Stage("soap_refresh_5", "elem", scalars=(9, 10), reads=("p", "update_2", "exp_avg_3", "exp_avg_sq_3"),
-                       stores=("p", "exp_avg", "exp_avg_sq"), zeros=("exp_avg_sq",), picked=("exp_avg", "exp_avg_sq"),
-                       needs=("exp_avg_sq_3",))
+    stores=("p", "exp_avg", "exp_avg_sq"), zeros=("exp_avg_sq",), picked=("exp_avg", "exp_avg_sq"),
+    needs=("exp_avg_sq_3",))
 SOAP_REFRESH_NO_BY_COLUMNS_3 = Stage("soap_refresh_no_by_columns_3", "elem", scalars=(1, 2, 3, 4, 5),
-                                     reads=("exp_avg", "exp_avg_sq", "turned"),
-                                     stores=("update_whole", "exp_avg_whole", "exp_avg_sq_whole"))
-SOAP_MATRICES_REFRESH_NO_BY_COLUMNS = Stage(
-    "soap_matrices_refresh_no_by_columns", "whole", scalars=(6, 7, 8),
-    reads=("left", "basis_left", "update_whole", "turned", "exp_avg_whole", "exp_avg_sq_whole"),
-    stores=("left", "basis_left", "update", "exp_avg_2", "exp_avg_sq_2"),
-)
+    reads=("exp_avg", "exp_avg_sq", "turned"), stores=("update_whole", "exp_avg_whole", "exp_avg_sq_whole"))
+SOAP_MATRICES_REFRESH_NO_BY_COLUMNS = Stage("soap_matrices_refresh_no_by_columns", "whole", scalars=(6, 7, 8),
+    reads=("left", "basis_left", "update_whole", "turned", "exp_avg_whole", "exp_avg_sq_whole"), stores=("left",
+    "basis_left", "update", "exp_avg_2", "exp_avg_sq_2"))
 SOAP_REFRESH_NO_BY_COLUMNS_5 = Stage("soap_refresh_no_by_columns_5", "elem", scalars=(9, 10),
-                                     reads=("p", "update", "exp_avg_2", "exp_avg_sq_2"),
-                                     stores=("p", "exp_avg", "exp_avg_sq"), zeros=("exp_avg_sq",),
-                                     picked=("exp_avg", "exp_avg_sq"), needs=("exp_avg_sq_2",))
-SOAP_MATRICES_REFRESH_NO_BY_ROWS = Stage(
-    "soap_matrices_refresh_no_by_rows", "whole", scalars=(6, 7, 8),
-    reads=("right", "basis_right", "update_whole", "exp_avg_whole", "turned", "exp_avg_sq_whole"),
-    stores=("right", "basis_right", "update", "exp_avg_2", "exp_avg_sq_2"),
-)
+    reads=("p", "update", "exp_avg_2", "exp_avg_sq_2"), stores=("p", "exp_avg", "exp_avg_sq"), zeros=("exp_avg_sq",),
+    picked=("exp_avg", "exp_avg_sq"), needs=("exp_avg_sq_2",))
+SOAP_MATRICES_REFRESH_NO_BY_ROWS = Stage("soap_matrices_refresh_no_by_rows", "whole", scalars=(6, 7, 8), reads=("right",
+    "basis_right", "update_whole", "exp_avg_whole", "turned", "exp_avg_sq_whole"), stores=("right", "basis_right",
+    "update", "exp_avg_2", "exp_avg_sq_2"))
 
 # The states under each setting of the flags.
 RULES = by_flags(
     {"refresh": False, "by_rows": True, "by_columns": True},
-    RuleRecord("soap", states=STATES, unchanged=(("basis_left", "basis_right"), ()),
-               differs=("basis_left", "basis_right", "exp_avg", "exp_avg_sq", "left", "right"), spaces=("call",),
-               by_rows=True, matrix="heads", settings=({"refresh": False, "by_rows": True, "by_columns": True},)),
+    RuleRecord("soap", states=STATES, unchanged=(("basis_left", "basis_right"), ()), differs=("basis_left",
+        "basis_right", "exp_avg", "exp_avg_sq", "left", "right"), spaces=("call",), by_rows=True, matrix="heads",
+        settings=({"refresh": False, "by_rows": True, "by_columns": True},)),
     RuleRecord("soap", states=STATES_2, unchanged=(("basis_left",), ()),
-               differs=("basis_left", "exp_avg", "exp_avg_sq", "left"), spaces=("call",), by_rows=True, matrix="heads",
-               settings=({"refresh": False, "by_rows": True, "by_columns": False},)),
+        differs=("basis_left", "exp_avg", "exp_avg_sq", "left"), spaces=("call",), by_rows=True, matrix="heads",
+        settings=({"refresh": False, "by_rows": True, "by_columns": False},)),
     RuleRecord("soap", states=STATES_3, unchanged=(("basis_right",), ()),
-               differs=("basis_right", "exp_avg", "exp_avg_sq", "right"), spaces=("call",), by_rows=True,
-               matrix="heads", settings=({"refresh": False, "by_rows": False, "by_columns": True},)),
+        differs=("basis_right", "exp_avg", "exp_avg_sq", "right"), spaces=("call",), by_rows=True, matrix="heads",
+        settings=({"refresh": False, "by_rows": False, "by_columns": True},)),
     RuleRecord("soap", states=STATES_4, unchanged=((), ()), matrix="heads",
-               settings=({"by_rows": False, "by_columns": False},)),
-    RuleRecord("soap", states=STATES, unchanged=((), ("basis_left", "basis_right")),
-               differs=("basis_left", "basis_right", "exp_avg", "exp_avg_sq", "left", "right"), spaces=("call",),
-               by_rows=True, matrix="heads", settings=({"refresh": True, "by_rows": True, "by_columns": True},)),
+        settings=({"by_rows": False, "by_columns": False},)),
+    RuleRecord("soap", states=STATES, unchanged=((), ("basis_left", "basis_right")), differs=("basis_left",
+        "basis_right", "exp_avg", "exp_avg_sq", "left", "right"), spaces=("call",), by_rows=True, matrix="heads",
+        settings=({"refresh": True, "by_rows": True, "by_columns": True},)),
     RuleRecord("soap", states=STATES_2, unchanged=((), ("basis_left",)),
-               differs=("basis_left", "exp_avg", "exp_avg_sq", "left"), spaces=("call",), by_rows=True, matrix="heads",
-               settings=({"refresh": True, "by_rows": True, "by_columns": False},)),
+        differs=("basis_left", "exp_avg", "exp_avg_sq", "left"), spaces=("call",), by_rows=True, matrix="heads",
+        settings=({"refresh": True, "by_rows": True, "by_columns": False},)),
     RuleRecord("soap", states=STATES_3, unchanged=((), ("basis_right",)),
-               differs=("basis_right", "exp_avg", "exp_avg_sq", "right"), spaces=("call",), by_rows=True,
-               matrix="heads", settings=({"refresh": True, "by_rows": False, "by_columns": True},)),
+        differs=("basis_right", "exp_avg", "exp_avg_sq", "right"), spaces=("call",), by_rows=True, matrix="heads",
+        settings=({"refresh": True, "by_rows": False, "by_columns": True},)),
 )
 
 # The steps of kernels, in fast maths; rounding changed by: eps, fma, group, reciprocal, step.
 STEPS = (
-    Rule(({"refresh": False, "by_rows": True, "by_columns": True},), 10, host=kernel_scalars,
-         temps={"wide": ("g_whole", "turned_2", "update_whole", "update_2")},
-         stages=(SOAP_1, SOAP_MATRICES, SOAP_3, SOAP_MATRICES_2, SOAP_5)),
-    Rule(
-        ({"refresh": False, "by_rows": True, "by_columns": False},), 10, host=kernel_scalars,
-        temps={"wide": ("g_whole", "turned", "update_whole", "update")},
-        stages=(SOAP_1, SOAP_MATRICES_NO_BY_COLUMNS, SOAP_NO_BY_COLUMNS_3, SOAP_MATRICES_NO_BY_COLUMNS_2,
-                SOAP_NO_BY_COLUMNS_5),
-    ),
-    Rule(
-        ({"refresh": False, "by_rows": False, "by_columns": True},), 10, host=kernel_scalars,
-        temps={"wide": ("g_whole", "turned", "update_whole", "update")},
-        stages=(SOAP_1, SOAP_MATRICES_NO_BY_ROWS, SOAP_NO_BY_COLUMNS_3, SOAP_MATRICES_NO_BY_ROWS_2,
-                SOAP_NO_BY_COLUMNS_5),
-    ),
+    Rule(({"refresh": False, "by_rows": True, "by_columns": True},), 10, host=kernel_scalars, temps={"wide": ("g_whole",
+        "turned_2", "update_whole", "update_2")}, stages=(SOAP_1, SOAP_MATRICES, SOAP_3, SOAP_MATRICES_2, SOAP_5)),
+    Rule(({"refresh": False, "by_rows": True, "by_columns": False},), 10, host=kernel_scalars, temps={"wide":
+        ("g_whole", "turned", "update_whole", "update")}, stages=(SOAP_1, SOAP_MATRICES_NO_BY_COLUMNS,
+        SOAP_NO_BY_COLUMNS_3, SOAP_MATRICES_NO_BY_COLUMNS_2, SOAP_NO_BY_COLUMNS_5)),
+    Rule(({"refresh": False, "by_rows": False, "by_columns": True},), 10, host=kernel_scalars, temps={"wide":
+        ("g_whole", "turned", "update_whole", "update")}, stages=(SOAP_1, SOAP_MATRICES_NO_BY_ROWS,
+        SOAP_NO_BY_COLUMNS_3, SOAP_MATRICES_NO_BY_ROWS_2, SOAP_NO_BY_COLUMNS_5)),
     Rule(({"by_rows": False, "by_columns": False},), 7, host=kernel_scalars_2, stages=(SOAP_NO_BY_ROWS_NO_BY_COLUMNS,)),
-    Rule(
-        ({"refresh": True, "by_rows": True, "by_columns": True},), 11, host=kernel_scalars_3,
-        temps={
-            "wide": ("g_whole", "turned_2", "exp_avg_sq_whole", "exp_avg_whole", "update_whole", "exp_avg_3",
-                     "exp_avg_sq_3", "update_2"),
-        },
-        stages=(SOAP_1, SOAP_MATRICES, SOAP_REFRESH_3, SOAP_MATRICES_REFRESH, SOAP_REFRESH_5),
-    ),
-    Rule(
-        ({"refresh": True, "by_rows": True, "by_columns": False},), 11, host=kernel_scalars_3,
-        temps={
-            "wide": ("g_whole", "turned", "exp_avg_sq_whole", "exp_avg_whole", "update_whole", "exp_avg_2",
-                     "exp_avg_sq_2", "update"),
-        },
-        stages=(SOAP_1, SOAP_MATRICES_NO_BY_COLUMNS, SOAP_REFRESH_NO_BY_COLUMNS_3, SOAP_MATRICES_REFRESH_NO_BY_COLUMNS,
-                SOAP_REFRESH_NO_BY_COLUMNS_5),
-    ),
-    Rule(
-        ({"refresh": True, "by_rows": False, "by_columns": True},), 11, host=kernel_scalars_3,
-        temps={
-            "wide": ("g_whole", "turned", "exp_avg_sq_whole", "exp_avg_whole", "update_whole", "exp_avg_2",
-                     "exp_avg_sq_2", "update"),
-        },
-        stages=(SOAP_1, SOAP_MATRICES_NO_BY_ROWS, SOAP_REFRESH_NO_BY_COLUMNS_3, SOAP_MATRICES_REFRESH_NO_BY_ROWS,
-                SOAP_REFRESH_NO_BY_COLUMNS_5),
-    ),
+    Rule(({"refresh": True, "by_rows": True, "by_columns": True},), 11, host=kernel_scalars_3, temps={"wide":
+        ("g_whole", "turned_2", "exp_avg_sq_whole", "exp_avg_whole", "update_whole", "exp_avg_3", "exp_avg_sq_3",
+        "update_2")}, stages=(SOAP_1, SOAP_MATRICES, SOAP_REFRESH_3, SOAP_MATRICES_REFRESH, SOAP_REFRESH_5)),
+    Rule(({"refresh": True, "by_rows": True, "by_columns": False},), 11, host=kernel_scalars_3, temps={"wide":
+        ("g_whole", "turned", "exp_avg_sq_whole", "exp_avg_whole", "update_whole", "exp_avg_2", "exp_avg_sq_2",
+        "update")}, stages=(SOAP_1, SOAP_MATRICES_NO_BY_COLUMNS, SOAP_REFRESH_NO_BY_COLUMNS_3,
+        SOAP_MATRICES_REFRESH_NO_BY_COLUMNS, SOAP_REFRESH_NO_BY_COLUMNS_5)),
+    Rule(({"refresh": True, "by_rows": False, "by_columns": True},), 11, host=kernel_scalars_3, temps={"wide":
+        ("g_whole", "turned", "exp_avg_sq_whole", "exp_avg_whole", "update_whole", "exp_avg_2", "exp_avg_sq_2",
+        "update")}, stages=(SOAP_1, SOAP_MATRICES_NO_BY_ROWS, SOAP_REFRESH_NO_BY_COLUMNS_3,
+        SOAP_MATRICES_REFRESH_NO_BY_ROWS, SOAP_REFRESH_NO_BY_COLUMNS_5)),
 )
 
 
@@ -443,51 +408,26 @@ def host_scalars_3(
 
 
 STRICT = (
-    Rule(({"refresh": False, "by_rows": True, "by_columns": True},), 10, host=host_scalars,
-         temps={"wide": ("g_whole", "turned_2", "update_whole", "update_2")},
-         stages=(SOAP_1, SOAP_MATRICES, SOAP_3, SOAP_MATRICES_2, SOAP_5), strict=True),
-    Rule(
-        ({"refresh": False, "by_rows": True, "by_columns": False},), 10, host=host_scalars,
-        temps={"wide": ("g_whole", "turned", "update_whole", "update")},
-        stages=(SOAP_1, SOAP_MATRICES_NO_BY_COLUMNS, SOAP_NO_BY_COLUMNS_3, SOAP_MATRICES_NO_BY_COLUMNS_2,
-                SOAP_NO_BY_COLUMNS_5),
-        strict=True,
-    ),
-    Rule(
-        ({"refresh": False, "by_rows": False, "by_columns": True},), 10, host=host_scalars,
-        temps={"wide": ("g_whole", "turned", "update_whole", "update")},
-        stages=(SOAP_1, SOAP_MATRICES_NO_BY_ROWS, SOAP_NO_BY_COLUMNS_3, SOAP_MATRICES_NO_BY_ROWS_2,
-                SOAP_NO_BY_COLUMNS_5),
-        strict=True,
-    ),
+    Rule(({"refresh": False, "by_rows": True, "by_columns": True},), 10, host=host_scalars, temps={"wide": ("g_whole",
+        "turned_2", "update_whole", "update_2")}, stages=(SOAP_1, SOAP_MATRICES, SOAP_3, SOAP_MATRICES_2, SOAP_5),
+        strict=True),
+    Rule(({"refresh": False, "by_rows": True, "by_columns": False},), 10, host=host_scalars, temps={"wide": ("g_whole",
+        "turned", "update_whole", "update")}, stages=(SOAP_1, SOAP_MATRICES_NO_BY_COLUMNS, SOAP_NO_BY_COLUMNS_3,
+        SOAP_MATRICES_NO_BY_COLUMNS_2, SOAP_NO_BY_COLUMNS_5), strict=True),
+    Rule(({"refresh": False, "by_rows": False, "by_columns": True},), 10, host=host_scalars, temps={"wide": ("g_whole",
+        "turned", "update_whole", "update")}, stages=(SOAP_1, SOAP_MATRICES_NO_BY_ROWS, SOAP_NO_BY_COLUMNS_3,
+        SOAP_MATRICES_NO_BY_ROWS_2, SOAP_NO_BY_COLUMNS_5), strict=True),
     Rule(({"by_rows": False, "by_columns": False},), 9, host=host_scalars_2, stages=(SOAP_NO_BY_ROWS_NO_BY_COLUMNS,),
-         strict=True),
-    Rule(
-        ({"refresh": True, "by_rows": True, "by_columns": True},), 11, host=host_scalars_3,
-        temps={
-            "wide": ("g_whole", "turned_2", "exp_avg_sq_whole", "exp_avg_whole", "update_whole", "exp_avg_3",
-                     "exp_avg_sq_3", "update_2"),
-        },
-        stages=(SOAP_1, SOAP_MATRICES, SOAP_REFRESH_3, SOAP_MATRICES_REFRESH, SOAP_REFRESH_5), strict=True,
-    ),
-    Rule(
-        ({"refresh": True, "by_rows": True, "by_columns": False},), 11, host=host_scalars_3,
-        temps={
-            "wide": ("g_whole", "turned", "exp_avg_sq_whole", "exp_avg_whole", "update_whole", "exp_avg_2",
-                     "exp_avg_sq_2", "update"),
-        },
+        strict=True),
+    Rule(({"refresh": True, "by_rows": True, "by_columns": True},), 11, host=host_scalars_3, temps={"wide": ("g_whole",
+        "turned_2", "exp_avg_sq_whole", "exp_avg_whole", "update_whole", "exp_avg_3", "exp_avg_sq_3", "update_2")},
+        stages=(SOAP_1, SOAP_MATRICES, SOAP_REFRESH_3, SOAP_MATRICES_REFRESH, SOAP_REFRESH_5), strict=True),
+    Rule(({"refresh": True, "by_rows": True, "by_columns": False},), 11, host=host_scalars_3, temps={"wide": ("g_whole",
+        "turned", "exp_avg_sq_whole", "exp_avg_whole", "update_whole", "exp_avg_2", "exp_avg_sq_2", "update")},
         stages=(SOAP_1, SOAP_MATRICES_NO_BY_COLUMNS, SOAP_REFRESH_NO_BY_COLUMNS_3, SOAP_MATRICES_REFRESH_NO_BY_COLUMNS,
-                SOAP_REFRESH_NO_BY_COLUMNS_5),
-        strict=True,
-    ),
-    Rule(
-        ({"refresh": True, "by_rows": False, "by_columns": True},), 11, host=host_scalars_3,
-        temps={
-            "wide": ("g_whole", "turned", "exp_avg_sq_whole", "exp_avg_whole", "update_whole", "exp_avg_2",
-                     "exp_avg_sq_2", "update"),
-        },
+        SOAP_REFRESH_NO_BY_COLUMNS_5), strict=True),
+    Rule(({"refresh": True, "by_rows": False, "by_columns": True},), 11, host=host_scalars_3, temps={"wide": ("g_whole",
+        "turned", "exp_avg_sq_whole", "exp_avg_whole", "update_whole", "exp_avg_2", "exp_avg_sq_2", "update")},
         stages=(SOAP_1, SOAP_MATRICES_NO_BY_ROWS, SOAP_REFRESH_NO_BY_COLUMNS_3, SOAP_MATRICES_REFRESH_NO_BY_ROWS,
-                SOAP_REFRESH_NO_BY_COLUMNS_5),
-        strict=True,
-    ),
+        SOAP_REFRESH_NO_BY_COLUMNS_5), strict=True),
 )

@@ -14,6 +14,8 @@ from optgen.runtime import FormatRecord, PlanRecord
 
 PLAN = PlanRecord(
     0,
-    weights={"bfloat16": FormatRecord(codec="weight_bf16", fields=()),
-             "float16": FormatRecord(codec="weight_f16", fields=())},
+    weights={
+        "bfloat16": FormatRecord(codec="weight_bf16", fields=()),
+        "float16": FormatRecord(codec="weight_f16", fields=()),
+    },
 )

@@ -14,6 +14,8 @@ from optgen.runtime import Field, FormatRecord, PlanRecord
 
 PLAN = PlanRecord(
     0,
-    weights={"bfloat16": FormatRecord(codec="weight_bf16", fields=(Field("master", "float32"),)),
-             "float16": FormatRecord(codec="weight_f16", fields=(Field("master", "float32"),))},
+    weights={
+        "bfloat16": FormatRecord(codec="weight_bf16", fields=(Field("master", "float32"),)),
+        "float16": FormatRecord(codec="weight_f16", fields=(Field("master", "float32"),)),
+    },
 )

@@ -24,18 +24,23 @@ from optgen.runtime import Field, FormatRecord, PlanRecord
 
 PLAN = PlanRecord(
     4096,
-    weights={"bfloat16": FormatRecord(codec="weight_bf16", fields=(Field("low", "uint8", zero=128),), noise=8),
-             "float16": FormatRecord(codec="weight_f16", fields=(Field("low", "uint8", zero=128),), noise=8)},
-    signed=FormatRecord(codec="signed", fields=(Field("codes", "uint8", zero=128), Field("scale", "int16", per=64)),
-                        noise=12, relative=True, nearest="signed"),
+    weights={
+        "bfloat16": FormatRecord(codec="weight_bf16", fields=(Field("low", "uint8", zero=128),), noise=8),
+        "float16": FormatRecord(codec="weight_f16", fields=(Field("low", "uint8", zero=128),), noise=8),
+    },
+    signed=FormatRecord(
+        codec="signed",
+        fields=(Field("codes", "uint8", zero=128), Field("scale", "int16", per=64)),
+        noise=12,
+        relative=True,
+        nearest="signed",
+    ),
     nonneg=FormatRecord(
         codec="nonneg",
-        fields=(
-            Field("codes", "uint8"),
-            Field("range", "int16", per=64, least=4, most=65535,
-                  low=0x8000000000000000000000000000000100000000002000010008041112affff0),
-        ),
-        noise=12, positive=True, nearest="nonneg",
+        fields=(Field("codes", "uint8"), Field("range", "int16", per=64)),
+        noise=12,
+        positive=True,
+        nearest="nonneg",
     ),
     matrices=8,
 )
