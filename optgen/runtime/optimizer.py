@@ -275,6 +275,7 @@ class Optimizer(Checkpointed):
         """Reset what is derived from parameters and groups, and neither copied nor pickled."""
         self._stepper = stepper.Stepper()
         self._offload = offload.Offload()
+        self._idle = 0  # steps without a gradient
         self._release: release.Release | None = None
         self._watch: watch.Watch | None = None
         self._uninterrupted = Uninterrupted()
@@ -391,6 +392,7 @@ class Optimizer(Checkpointed):
             self._release.step()
         if self._watch is not None:
             self._watch.finish()
+        self._count_idle()
         return loss
 
     @_disable_dynamo
@@ -401,6 +403,15 @@ class Optimizer(Checkpointed):
         self._offload.step(self._owner(), self._stepper)
         if self._watch is not None:
             self._watch.end()
+
+    @_disable_dynamo
+    def _count_idle(self) -> None:
+        """Warn, once, if two steps in a row have found no gradient, and none has ever come."""
+        if self.state:
+            return
+        self._idle = 0 if any(entry.p.grad is not None for entry in self._entries()) else self._idle + 1
+        if self._idle == 2:
+            admit.warn_untrained(type(self), self.param_groups, self._idle)
 
     release_gradients = release.release_gradients
     watch = watch.watch

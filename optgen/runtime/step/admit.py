@@ -181,6 +181,18 @@ def _warn_embeddings(cls: Any, entries: Iterable[Entry], module: nn.Module | Non
         )
 
 
+def warn_untrained(cls: Any, groups: Sequence[dict[str, Any]], steps: int) -> None:
+    """Warn that several steps have found no gradient."""
+    count = sum(len(group["params"]) for group in groups)
+    warn(
+        f"{cls.__name__}: {steps} steps, and none of its {count} parameters has had a gradient yet: these steps "
+        f"changed nothing.  Is backward() called before step(), and zero_grad() after it?  Does the loss depend on "
+        f"these very parameters, or on a copy of the model, or on one that was sharded or rebuilt after the optimizer "
+        f"was made?",
+        cls,
+    )
+
+
 # -- at a step ---------------------------------------------------------------------------------------------------------
 
 
