@@ -117,6 +117,17 @@ def test_full_weights_of_evaluation_and_dense_states_go_to_another_plan(rule: st
     assert bits(list(other.parameters())) == trained
 
 
+def test_a_momentum_that_began_since_the_last_step_is_refused() -> None:
+    model, opt = fresh("ema(sgd)", "int8_split24")
+    opt.param_groups[0]["momentum"] = 0.0
+    train(opt, range(2))
+    before = held((model, opt))
+    opt.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(RuntimeError, match=r"momentum_buffer_codes: expected .* it is missing"):
+        opt.eval()
+    assert held((model, opt)) == before
+
+
 def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     model, opt = fresh("ema(adamw)", "int8_split24")
     train(opt, range(3))

@@ -1,6 +1,7 @@
 """The flight recorder: its numbers against torch's on whole tensors, its sample, and that it changes nothing."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from optgen.optim import AdamW, Lion
+from optgen.optim import SGD, AdamW, Lion
 from optgen.runtime.modes import offload, watch
 from optgen.runtime.work import counting
 
@@ -97,6 +98,18 @@ def test_refusals() -> None:
     opt.watch(to=print)
     with pytest.raises(RuntimeError, match=r"watch\(\) measures in step\(\)"):
         opt.release_gradients()
+
+
+def test_states_that_do_not_fit_are_left_to_the_step() -> None:
+    params, got = {"p": nn.Parameter(torch.ones(8))}, []
+    opt = SGD(params.items(), lr=0.1, momentum=0.0, plan="fp32", backend="reference")
+    train(opt, params, 1)
+    opt.watch(1, to=lambda step, rows: got.append(rows.keys()))
+    for momentum in (0.9, 0.0):
+        opt.param_groups[0]["momentum"] = momentum
+        with pytest.raises(ValueError, match="has made steps without") if momentum else nullcontext():
+            train(opt, params, 1)
+    assert got == [{"p"}]
 
 
 def test_a_writer_gets_scalars() -> None:

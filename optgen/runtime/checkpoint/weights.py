@@ -284,6 +284,7 @@ def _per_row(owner: str, p: Tensor, factors: Any, label: str) -> Tensor:
 def evaluated(cls: Any, group: Mapping[str, Any], p: Tensor, kept: Mapping[str, Tensor], name: str | int) -> Tensor:
     """Return `cls.evaluation` of a parameter and its states: fp32, of the shape of p or of this rank's part of it."""
     _, plan, variant = checkpoint.select(cls, group, p, name)
+    state.check(variant, p, kept, name)
     code = cls.evaluation.__code__
     given = code.co_varnames[: code.co_argcount]
     names = [name for name in given if name == "p" or name in variant.states]

@@ -292,16 +292,20 @@ class Watch:
             signature += [id(p), entry.name, p.shape, g.dtype, *kept]
         with torch.no_grad():
             if signature != self._signature:
-                self._signature, self._known = signature, self._tables_of(owner, listed, found)
+                self._known = self._tables_of(owner, listed, found)
+                whole = sum(len(table.rows) for table in self._known) == len(found)
+                self._signature = signature if whole else []  # options that are set back fit again
             for table in self._known:
                 table.copy(0, found, self.turn)
         self._found, self._tables = found, list(self._known)
 
     def _tables_of(self, owner: Owner, listed: list[Entry], found: list[Sampled]) -> list[WatchTable]:
-        """Make a table for the parameters that are stored alike."""
+        """Make a table for the parameters that are stored alike, without those that lack states of their step."""
         alike: dict[object, tuple[Pair, Variant, list[int]]] = {}
         for k, (entry, one) in enumerate(zip(listed, found, strict=True)):
             _, pair, variant = checkpoint.select(owner.cls, entry.group, entry.p, entry.name)
+            if not variant.keys <= one.kept.keys():  # the step says what does not fit
+                continue
             kind = (pair.name, id(variant), one.p.device, one.g.dtype)
             alike.setdefault(kind, (pair, variant, []))[2].append(k)
         return [WatchTable(pair, variant, rows, found, self.sample) for pair, variant, rows in alike.values()]
