@@ -317,13 +317,13 @@ def test_a_spec_that_changed_since_the_build_is_told_of(project: Path, monkeypat
     run()
     assert stale(project, "first") == stale(project, "second") == stale(project, "lion") == ""
     (project / "specs/first.py").write_text(rule("first", "2e-3"))
-    said = "specs/first.py changed since generated/first was built from it; run `optgen build` "
+    said = "specs/first.py changed since generated/first was built from it; build it again as it was built "
     assert stale(project, "first").startswith(said)
     assert stale(project, "second") == ""
     monkeypatch.setenv("OPTGEN_STALE", "ignore")
     assert stale(project, "first") == ""
     monkeypatch.setenv("OPTGEN_STALE", "error")
-    with pytest.raises(ImportError, match="run `optgen build`"):
+    with pytest.raises(ImportError, match="or `optgen build SPEC --out FOLDER`"):
         stale(project, "first")
     monkeypatch.setenv("OPTGEN_STALE", "never")
     with pytest.raises(ValueError, match="one of warn, error, ignore, got 'never'"):
@@ -332,7 +332,7 @@ def test_a_spec_that_changed_since_the_build_is_told_of(project: Path, monkeypat
     (project / "specs/first.py").unlink()
     assert stale(project, "first") == ""
     (project / "specs/plans.py").write_text(plan.replace("A plan", "My plan"))
-    assert "specs/plans.py changed since generated/first was built from it; run" in stale(project, "first")
+    assert "specs/plans.py changed since generated/first was built from it; build it again" in stale(project, "first")
 
 
 def test_the_repository_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:

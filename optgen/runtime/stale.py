@@ -33,7 +33,8 @@ def check(folder: str, spec: str) -> None:
         return
     names = ", ".join(_shown(folder, file) for file in found)
     built_at = _shown(folder, spec)
-    text = f"{names} changed since {built_at} was built from it; run `optgen build` (or set OPTGEN_STALE=ignore)"
+    again = "build it again as it was built (`optgen build`, or `optgen build SPEC --out FOLDER`)"
+    text = f"{names} changed since {built_at} was built from it; {again}, or set OPTGEN_STALE=ignore"
     if action == "error":
         raise ImportError(text)
     warnings.warn(text, stacklevel=3)

@@ -94,13 +94,14 @@ def load(cls: type, plan: str) -> Pair:
         return _made[base, plan, provider]
     if plan in base.PLANS:
         raise ValueError(
-            f"{base.__name__} was built for plan {plan!r}, but files of it are missing: run `optgen build`"
+            f"{base.__name__} was built for plan {plan!r}, but files of it are missing: build it again as it was built "
+            f"(`optgen build`, or `optgen build SPEC --out FOLDER`)"
         )
     close = difflib.get_close_matches(plan, base.PLANS, n=1)
     guess = f"did you mean {close[0]!r}? " if close else ""
     raise ValueError(
         f"{base.__name__} has no plan {plan!r}: {guess}built are {', '.join(base.PLANS) or 'none'}; "
-        f"the table [tool.optgen] of pyproject.toml names what `optgen build` builds"
+        f"the table [tool.optgen] of pyproject.toml or `optgen build SPEC --plan PLAN --out FOLDER` names what is built"
     )
 
 
