@@ -180,7 +180,7 @@ class Offload:
             stepper.step(owner)
             return
         with torch.no_grad(), owner.uninterrupted:
-            _check(owner)
+            _check(owner, stepper)
             self._divide(owner, stepper)
             self._bring(owner)
             arrival = self._chunks[0].fetch() if self._chunks else None
@@ -217,7 +217,10 @@ class Offload:
             return
         self._known, self._chunks = (), []
         if any(needs_model(owner, e) for e in leaving):
-            raise ValueError(f"{owner.cls.__name__} needs sums over the whole model: offload=True steps it in parts")
+            raise ValueError(
+                f"{owner.cls.__name__} needs sums over the whole model: offload=True steps it in parts; leave offload "
+                f"out, or take a rule without such sums"
+            )
         parts = _parts(leaving)
         movers = [self._mover(part[0].p.device, sum(map(_bytes, part))) for part in parts]
         self._chunks = [Chunk(part, mover) for part, mover in zip(parts, movers, strict=True)]
@@ -236,8 +239,9 @@ def _parts(members: Sequence[Entry]) -> list[list[Entry]]:
     return parts
 
 
-def _check(owner: Owner) -> None:
+def _check(owner: Owner, stepper: Stepper) -> None:
     """Refuse what would be refused in the middle of a step."""
+    stepper.refuse_numbers(owner)
     name = owner.cls.__name__
     for group in owner.groups:
         options.hypers_of(owner.cls, group)

@@ -55,7 +55,7 @@ class ReleasedParameter:
         p, name, make = entry.p, entry.name, release.accumulator
         self.p = p
         self.entry = entry._replace(group={"params": [p], "param_names": [name], "positions": [entry.position]})
-        self.stepper, self.offload = Stepper(), release.optimizer._offload.part(entry)
+        self.stepper, self.offload = Stepper(entry.number), release.optimizer._offload.part(entry)
         if (dtype := release.optimizer._stepper.dtypes.get(id(p))) is not None:
             self.stepper.dtypes[id(p)] = dtype
         self.options: object = None

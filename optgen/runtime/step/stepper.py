@@ -24,10 +24,12 @@ from optgen.runtime.work.bucket import Bucket
 class Stepper:
     """The caches of some parameters' steps: plans, tables, known dtypes.  None is copied or pickled.
 
-    dtypes  id(parameter) -> the parameter, and its dtype when it was admitted
+    first_group  the number of its first group among those of the user's optimizer
+    dtypes       id(parameter) -> the parameter, and its dtype when it was admitted
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_group: int = 0) -> None:
+        self.first_group = first_group
         self.dtypes: Dtypes = {}
         self.plans = Plans()
         self.forget_tables()
@@ -46,11 +48,16 @@ class Stepper:
         """Step every parameter that has a gradient.  Errors come before any change, except those of kernels."""
         # A CUDA graph captures a step that has tables of its own.
         plan = None if counting.capturing() else self.plans.find(owner)
-        if plan is not None:
-            self._repeat(plan, owner)
-        else:
-            with torch.no_grad():
-                self._plan_and_run(owner)
+        try:
+            if plan is not None:
+                self._repeat(plan, owner)
+            else:
+                with torch.no_grad():
+                    self._plan_and_run(owner)
+        except (TypeError, ValueError):
+            if not counting.capturing():
+                self.refuse_numbers(owner)
+            raise
 
     def _repeat(self, plan: StepPlan, owner: Owner) -> None:
         """Make a step by a plan that was kept."""
@@ -66,6 +73,15 @@ class Stepper:
             raise
         finally:
             plan.rest()
+
+    def refuse_numbers(self, owner: Owner) -> None:
+        """Raise TypeError or ValueError for a hyper-parameter that was set to what the constructor refuses."""
+        for number, group in enumerate(owner.groups, self.first_group):
+            for hyper in owner.cls.HYPERS:
+                try:
+                    hyper.read(group.get(hyper.name, hyper.default))
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"{owner.cls.__name__}: group {number}: {error}") from None
 
     def _plan_and_run(self, owner: Owner) -> None:
         """Make a step that is not like the one before."""
