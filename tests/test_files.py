@@ -384,6 +384,7 @@ def test_keys_and_mappings_come_back_as_they_were(tmp_path: Path) -> None:
     extra = {
         "a": {"b": torch.tensor(1), 1: torch.tensor(2), "1": torch.tensor(3)}, "a.b": torch.tensor(4),
         "a.b#2": torch.tensor(5), (1, "x"): (1, 2), None: True, 2.5: [float("inf")],
+        "negated": torch.tensor(1j).conj().imag,
         "order": OrderedDict([("z", torch.tensor(1)), ("a", [Counter([2, 2])])]),
     }  # fmt: skip
     save_checkpoint(tmp_path / "run.pt", opt, model, extra)

@@ -166,13 +166,14 @@ def test_states_that_somebody_changed(change: Callable[[dict[str, Any]], object]
         (lambda p: AdamW([p], seed=1.5), TypeError, "seed must be an int"),
         (lambda p: AdamW([p], backend="cuda"), ValueError, "backend must be one of auto, reference, triton"),
         (lambda p: AdamW([p], differentiable=True), ValueError, "does not support differentiable=True"),
+        (lambda p: AdamW([p], fused="yes"), TypeError, "AdamW: fused must be True or False, got 'yes'"),
         (lambda p: AdamW([p], capturable=1), TypeError, "capturable must be True or False"),
         (lambda p: AdamW([p], fused=True, foreach=True), ValueError, "fused and foreach cannot both be True"),
         (lambda p: AdamW([{"params": [p], "eps": -1}]), ValueError, "eps must be >= 0, got -1.0"),
         (lambda p: Muon([p], ns_steps=1.5), ValueError, "ns_steps must be a whole number >= 0 and < 100, got 1.5"),
         (lambda p: Muon([p], ns_steps=100), ValueError, "must be a whole number >= 0 and < 100, got 100$"),
         (lambda p: AdamW([p], plan="in8"), ValueError, r"no plan 'in8': did you mean 'int8'\?"),
-        (lambda p: AdamW([p], plan="absent"), ValueError, "names what `optgen build` builds"),
+        (lambda p: AdamW([p], plan="absent"), ValueError, "--plan PLAN --out FOLDER` names what is built"),
         (lambda p: AdamW([p], plan=8), TypeError, "plan must be a plan's name"),
         (lambda p: AdamW([p], plan={"float32": "fp32"}), TypeError, "a group of their own"),
         (lambda p: AdamW([p.double().detach().requires_grad_()]), TypeError, "not built for float64 parameters"),
@@ -423,6 +424,15 @@ def test_import_loads_nothing_that_torch_has_not_loaded_but_the_runtime_itself()
     assert int(count) <= 1 + len(list((ROOT / "optgen" / "runtime").rglob("*.py")))
 
 
+def test_another_plan_after_steps_is_said_to_be_the_cause() -> None:
+    params = parameters(torch.bfloat16)
+    opt = AdamW(params, plan="int8_split24", backend="reference")
+    train(opt, range(1))
+    opt.param_groups[0]["plan"] = "fp32_master"
+    with pytest.raises(RuntimeError, match="was it made under another plan"):
+        train(opt, range(1))
+
+
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize(
     ("name", "value", "said"),
@@ -430,10 +440,10 @@ def test_import_loads_nothing_that_torch_has_not_loaded_but_the_runtime_itself()
         ("backend", "gpu", "backend must be one of auto, reference, triton, cpp, got 'gpu'"),
         ("seed", "a", "seed must be an int, got 'a'"),
         ("maximize", "no", "maximize must be True or False, got 'no'"),
-        ("lr", -1.0, "lr must be >= 0, got -1.0"),
-        ("lr", 10**400, "lr must be a number, got 10+"),
-        ("betas", 0.9, "betas must be 2 numbers, got 0.9"),
-        ("eps", None, "eps must be a number, got None"),
+        ("lr", -1.0, "group 1: lr must be >= 0, got -1.0"),
+        ("lr", 10**400, "group 1: lr must be a number, got 10+"),
+        ("betas", 0.9, "group 1: betas must be 2 numbers, got 0.9"),
+        ("eps", None, "group 1: eps must be a number, got None"),
     ],
 )
 def test_what_is_put_into_a_group_later_is_refused_as_at_the_start(

@@ -136,8 +136,9 @@ def _reference(value: Tensor, place: tuple[Any, ...], tensors: dict[str, Tensor]
     refuse_sharded(_where(place), value)
     if without := checkpoint.without_values(value):
         raise TypeError(f"{_where(place)}: expected a tensor with values, got one {without}")
-    if value.dtype not in NAMES or value.is_neg():
+    if value.dtype not in NAMES:
         raise TypeError(f"{_where(place)}: expected a tensor of a dtype of safetensors, got one of {value.dtype}")
+    value = value.resolve_neg()
     same = value.data_ptr() or id(value), value.device, value.dtype, value.shape, value.stride()
     if same not in seen:
         name = ".".join(map(str, place))

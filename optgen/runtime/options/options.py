@@ -87,7 +87,7 @@ def _check_running(cls: Any, group: Mapping[str, Any], found: Mapping[str, bool]
             f"{cls.__name__} does not support capturable=True: {changing[0]} makes some of its steps different ones, "
             f"and a CUDA graph repeats one step"
         )
-    if _is_given(group.get("fused")) and group.get("foreach"):
+    if (fused := group.get("fused")) is not None and switch(fused, "fused", cls.__name__) and group.get("foreach"):
         raise ValueError(f"{cls.__name__}: fused and foreach cannot both be True, as in torch")
 
 

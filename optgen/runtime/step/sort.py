@@ -177,12 +177,14 @@ class _Sorter:
 
     def _refuse_changed(self, choice: Choice, kept: state.State, label: str) -> None:
         """Raise ValueError for a parameter that has other states under options that were changed since its steps."""
+        if kept.keys() - frozenset().union(*(v.keys for v in choice.plan.variants)):
+            return  # of another plan, or changed by hand: its check says what does not fit
         owners = {f.name: f.owner for v in choice.plan.variants for f in v.fields if f.owner != "p"}
         made, wanted = ({owners[key] for key in keys if key in owners} for keys in (kept, choice.variant.keys))
         if made != wanted:
             had, has = ("with", "does not have") if made - wanted else ("without", "has")
             names = ", ".join(sorted(made - wanted or wanted - made))
-            options = ", ".join(f"{x}={self.group[x]!r}" for x in self.deciding)
+            options = ", ".join(f"{x}={self.group[x]!r}" for x in dict.fromkeys(self.deciding))
             raise ValueError(
                 f"{self.cls.__name__}: {label} has made steps {had} {names}, which it {has} under {options}: set that "
                 f"back, or make a new optimizer"
