@@ -60,7 +60,7 @@ class Several(Checkpointed):
     """Optimizers of different rules as one torch.optim.Optimizer: one step, one list of groups, one state dict.
 
     parts     the optimizers, by any keys (`optgen.make`: the patterns of names).  They hold the groups and states;
-              gradients are released, and single steps recorded, with them
+              gradients are released, and single steps watched, with them
     defaults  the options that all parts have, with the first one's defaults
 
     A group says under "rule" which part steps it.  All parts must accept a state dict before any changes; a step's
