@@ -127,7 +127,7 @@ class Piece:
 
     def of(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor that lies as the parameter does."""
-        return distribute_tensor(whole, self.mesh, self.placements) if self.mesh else whole.clone()
+        return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None) if self.mesh else whole.clone()
 
     def parameter(self, sharded: bool) -> nn.Parameter:
         return nn.Parameter(self.of(self.value) if sharded else self.value.clone())
@@ -331,6 +331,7 @@ def meshes_of_two_dimensions(here: Here) -> None:
         pieces = [Piece(here.values(36, 256, dtype=torch.bfloat16), mesh, kind) for kind in kinds]
         pieces += [Piece(here.values(8192 + 64, dtype=torch.bfloat16), mesh, kind) for kind in kinds[:2]]
         pieces.append(Piece(here.values(37, 256, dtype=torch.bfloat16), here.mesh(4), [Shard(0)]))
+        pieces.append(Piece(here.values(70, 64, dtype=torch.bfloat16), mesh, kinds[2]))  # parts of 18 and 17 rows
         Runs(here, optim.AdamW, pieces, plan=plan).step(2)
 
 

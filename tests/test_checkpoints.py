@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from optgen import optim
 from optgen.optim import CAME, SGD, AdamW, NAdam
@@ -110,6 +111,19 @@ def test_random_bits_of_names_that_a_checkpoint_has_not_are_warned_of() -> None:
     saved = copy.deepcopy(opt.state_dict())
     with pytest.warns(UserWarning, match="without names: random bits follow the names of this one"):
         AdamW(list(zip("wb", params, strict=True)), plan="int8_split24").load_state_dict(saved)
+
+
+def test_own_entries_are_left_out_of_state_dicts() -> None:
+    opt, (p, *others) = stepped(AdamW, "int8_split24")
+    wanted, model = copy.deepcopy(opt.state_dict()), torch.nn.ParameterList([p, *others])
+    opt.state[p]["mine"], opt.state["n"] = torch.ones(2), 3
+    with pytest.warns(UserWarning, match=r"left out 2 entries of your own in `state`, as 'n': keep them elsewhere"):
+        saved = opt.state_dict()
+    assert bits(saved) == bits(wanted) and "mine" in opt.state[p] and opt.state["n"] == 3
+    with pytest.warns(UserWarning, match="left out 2"):
+        set_optimizer_state_dict(model, opt, get_optimizer_state_dict(model, opt))
+    opt.load_state_dict(saved)
+    assert everything(opt) == bits([[p, *others], wanted])
 
 
 # -- every single change of a checkpoint -----------------------------------------------------------------------

@@ -186,6 +186,25 @@ def test_what_names_cannot_match_is_listed_and_nothing_is_loaded(seed: int, tmp_
         assert alike(*([x.state[p] for group in x.param_groups for p in group["params"]] for x in (opt, again)))
 
 
+def test_names_that_only_wrappers_tell_apart_decide_too() -> None:
+    net = Net()
+
+    def named(*pairs: tuple[str, nn.Parameter]) -> Any:
+        return AdamW(pairs, plan="fp32", backend="reference")
+
+    opt = named(("w", net.a), ("_orig_mod.w", net.b))
+    train(net, opt, 0)
+    again = named(("_orig_mod.w", net.b), ("w", net.a))
+    again.load_state_dict(opt.state_dict())
+    assert alike(*([x.state[p] for p in (net.a, net.b)] for x in (opt, again)))
+    with pytest.raises(ValueError, match="several parameters have one name, and names or groups are others"):
+        named(("w", net.a), ("w", net.b)).load_state_dict(opt.state_dict())
+    opt, again = named(("w", net.a), ("v", net.b)), named(("_orig_mod.v", net.b), ("_orig_mod.w", net.a))
+    train(net, opt, 0)
+    again.load_state_dict(opt.state_dict())
+    assert alike(*([x.state[p] for p in (net.a, net.b)] for x in (opt, again)))
+
+
 @pytest.mark.parametrize("way", ["state_dict", "file", "file and model"])
 @pytest.mark.parametrize("seed", range(3))
 def test_names_decide_among_patterns_of_several_rules(way: str, seed: int, tmp_path: Path) -> None:

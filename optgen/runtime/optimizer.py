@@ -86,15 +86,36 @@ class Checkpointed(torch.optim.Optimizer):
         torch.optim does not take them for states: `dense_state_dict` is the form that torch.optim loads.
         Between `eval()` and `train()` it has the weights of training too; the optimizer that loads it is in evaluation,
         and its `train()` puts them into the model.  RuntimeError between the steps of SAM.
+        Entries of the user's own in `state` are left out, with a warning.
         """
         self._refuse_midway("state_dict()")
-        found = super().state_dict()
+        found = self._without_own_entries(super().state_dict())
         owners = {id(group): type(one) for one in self._members for group in one.param_groups}
         for cls in dict.fromkeys(owners.values()):
             found = inputs.whole(cls, found)
         for group, saved in zip(self.param_groups, found.get("param_groups", ()), strict=False):  # or as hooks left it
             if isinstance(saved, dict):
                 saved |= options.in_plain_numbers(owners[id(group)], saved)
+        return found
+
+    def _without_own_entries(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Leave entries of the user's own out of a state dict, which no load would take, with one warning."""
+        states, present = found.get("state", {}), dict[Any, Any](self.state)  # or as hooks left it
+        beside = [key for key, value in present.items() if not isinstance(key, Tensor) and states.get(key) is value]
+        for key in beside:
+            del states[key]
+        left = [f"{key!r}" for key in beside]
+        for one, entry, whole in self._matched():
+            kept = states.get(whole.position)
+            if isinstance(kept, dict) and (own := kept.keys() - checkpoint.keys_of(type(one), entry)):
+                states[whole.position] = {key: value for key, value in kept.items() if key not in own}
+                left += [f"{key!r} of {state.label(entry.p, entry.name)}" for key in sorted(own, key=str)]
+        if left:
+            warn(
+                f"{type(self).__name__}.state_dict: left out {len(left)} entries of your own in `state`, as {left[0]}: "
+                f"keep them elsewhere",
+                type(self._members[0]),
+            )
         return found
 
     def dense_state_dict(self) -> dict[str, Any]:

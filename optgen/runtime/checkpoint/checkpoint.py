@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from optgen.runtime.layout import layout, messages, plans, sharded_states, sharding
 from optgen.runtime.options import blocks, options, overrides
+from optgen.runtime.options.entries import Entry
 from optgen.runtime.options.entries import labels as labels_of
 from optgen.runtime.records import Variant, as_float, fed_name
 from optgen.runtime.records.join import Pair
@@ -226,8 +227,8 @@ class Matched(NamedTuple):
 def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Problems) -> Matched:
     """Match parameters by name over all groups if both sides have names that tell them apart, else by position.
 
-    Names of wrappers (torch.compile, checkpoint_wrapper) are ignored.  Raises ValueError listing what one side lacks,
-    and the groups whose parameters are in several saved ones.
+    Names of wrappers (torch.compile, checkpoint_wrapper) are ignored unless both sides have the same names.  Raises
+    ValueError listing what one side lacks, and the groups whose parameters are in several saved ones.
     """
     mine, theirs = _keys(groups, saved, misfits)
     own, others = (set[Any]().union(*keys) for keys in (mine, theirs))
@@ -259,8 +260,11 @@ def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Problems) ->
 def _keys(groups: Groups, saved: list[Mapping[str, Any]], misfits: Problems) -> tuple[Keys, Keys]:
     """Return by what parameters are matched: names, or (group, place) where one side has none or one of them twice."""
     mine, theirs = _names(groups), _names(saved)
-    if mine and theirs and all(len(set().union(*keys)) == sum(map(len, keys)) for keys in (mine, theirs)):
-        return mine, theirs
+    if mine and theirs:
+        same = set().union(*mine) == set().union(*theirs)
+        found = (mine, theirs) if same else (_bare(mine), _bare(theirs))
+        if all(len(set().union(*keys)) == sum(map(len, keys)) for keys in found):
+            return found
     if len(groups) != len(saved):
         misfits.add(f"expected {len(groups)} parameter groups, got {len(saved)}")
     for i, (group, other) in enumerate(zip(groups, saved, strict=False)):
@@ -274,12 +278,16 @@ def _keys(groups: Groups, saved: list[Mapping[str, Any]], misfits: Problems) -> 
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> Keys | None:
-    """Return the names of each group's parameters, without those of wrappers; None if a group with parameters has no
-    names, or none has any."""
+    """Return the names of each group's parameters; None if a group with parameters has no names, or none has any."""
     found = [list(group.get("param_names") or ()) for group in groups]
     if not any(found) or any(len(x) != len(group["params"]) for x, group in zip(found, groups, strict=True)):
         return None
-    return [[overrides.bare(name) if isinstance(name, str) else name for name in names] for names in found]
+    return found
+
+
+def _bare(keys: Keys) -> Keys:
+    """Return names without those of wrappers."""
+    return [[overrides.bare(name) if isinstance(name, str) else name for name in names] for names in keys]
 
 
 def some(names: Sequence[plans.Label]) -> str:
@@ -337,7 +345,7 @@ def _take_settings(
 ) -> None:
     """Give merged groups the checkpoint's plans and blocks of single parameters, under the present names.
 
-    Groups of other packages have none and change nothing.
+    Groups of other packages have none and change nothing. Warns if they differ from the optimizer's.
     """
     for key, read in (("overrides", plans.own), ("blocks", partial(blocks.of, cls)))[: 1 + bool(cls.BLOCKS)]:
         theirs = {
@@ -346,14 +354,28 @@ def _take_settings(
             for own in (read(group),)
             for number, label in zip(group["params"], labels, strict=True)
         }
+        settings: list[tuple[Any, ...]] = []
         rows = zip(groups, labels_of(groups), merged, labels_of(merged), matched.sources, strict=True)
         for present, before, group, after, other in rows:
-            found = [read(present).get(label) for label in before]
+            found = mine = [read(present).get(label) for label in before]
             if "plan" in other:
                 found = [theirs[matched.order[id(p)]] for p in group["params"]]
+            settings += zip(group["params"], after, mine, found, strict=True)
             group.pop(key, None)
             if kept := tuple((label, value) for label, value in zip(after, found, strict=True) if value is not None):
                 group[key] = kept
+        _warn_of_changed(cls, key, settings)
+
+
+def _warn_of_changed(cls: Any, key: str, settings: Sequence[tuple[Any, ...]]) -> None:
+    """Warn if a checkpoint changes the plans or blocks of parameters; settings: (parameter, label, before, after)."""
+    changed = [(label, was, now) for p, label, was, now in settings if was != now and p.requires_grad]
+    for label, was, now in changed[:1]:
+        warn(
+            f"{cls.__name__}.load_state_dict: the checkpoint keeps {len(changed)} parameters otherwise than the "
+            f"`{key}` of this optimizer say, and is followed: {label!r} has {now}, not {was}",
+            cls,
+        )
 
 
 def select(
@@ -374,6 +396,16 @@ def select(
     small, vector = p.numel() < chosen.limit, p.ndim < 2
     found = plans.variant(chosen.pair, p.dtype, small, flags, vector)
     return chosen.name, chosen.pair, blocks.seen(cls, found, p, count, group, name)
+
+
+def keys_of(cls: Any, entry: Entry) -> frozenset[str]:
+    """Return the keys that a parameter's state may have under its plan, whatever the flags."""
+    return _keys_of(plans.chosen(cls, entry.group, entry.p.dtype, entry.name).pair)
+
+
+@lru_cache(maxsize=256)
+def _keys_of(plan: Pair) -> frozenset[str]:
+    return frozenset({"step", state.TRAINED}).union(*(variant.keys for variant in plan.variants))
 
 
 @dataclass(frozen=True)

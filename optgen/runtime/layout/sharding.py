@@ -84,16 +84,17 @@ def chunk(size: int, ranks: int, rank: int) -> Span:
 def region(shape: torch.Size, mesh: tuple[int, ...], coordinate: tuple[int, ...], cuts: Cuts) -> tuple[Span, ...]:
     """Return the index range of each dimension held by the rank at `coordinate`.
 
-    Raises ValueError where a cut that others come before is uneven: ranges would not be contiguous.
+    Raises ValueError for a cut that does not come right after those that it names: ranges would not be contiguous.
     """
     found, parts = [(0, size) for size in shape], [1 for _ in shape]
     for (dim, before), ranks, rank in sorted(
         ((cut, n, k) for cut, n, k in zip(cuts, mesh, coordinate, strict=True) if cut), key=lambda x: x[0][1]
     ):
-        if before > 1 and (before != parts[dim] or shape[dim] % (before * ranks)):
+        if before > 1 and before != parts[dim]:
             raise ValueError(
-                f"a tensor of shape {list(shape)} is cut unevenly by several mesh dimensions, so that ranks hold "
-                f"stretches of it that are apart: make the dimension a multiple of the ranks that share it"
+                f"a tensor of shape {list(shape)} has a strided placement of factor {before} where other mesh "
+                f"dimensions cut dimension {dim} into {parts[dim]}, so that ranks hold stretches of it that are apart: "
+                f"redistribute it"
             )
         start, stop = found[dim]
         low, high = chunk(stop - start, ranks, rank)
