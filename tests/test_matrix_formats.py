@@ -361,7 +361,7 @@ def test_what_is_relative_changes_with_its_root_and_random_bits_are_counted_on_t
     control = counting.Control(0, torch.device("cpu"))
     bare = replace(variant, rule=replace(variant.rule, host=lambda *_: ()))
     with pytest.raises(RuntimeError, match=r"alone, average, size, upper: matrix states are rounded by random numbers"):
-        counting.on_device(bare, control, torch.tensor(0), (), 1.0, {}, 0, None)
+        counting.on_device(bare, control, torch.tensor(0), (), 1.0, {}, 0)
 
 
 def test_plans_say_the_bits_of_matrix_states() -> None:
