@@ -167,6 +167,36 @@ def test_a_failing_build_leaves_everything_as_it_was(project: Path, text: str, c
     assert not list(project.glob(".optgen-*"))
 
 
+_KILLED = """
+import os, sys
+from optgen.driver.build import Request, build
+
+real, left = os.replace, [int(sys.argv[1])]
+
+def replace(a, b):
+    left[0] -= 1
+    if left[0] < 0:
+        os._exit(9)  # as by SIGKILL: nothing is cleaned up
+    real(a, b)
+
+os.replace = replace
+build(Request())
+"""
+
+
+@pytest.mark.parametrize("moved", [0, 2])
+def test_a_build_goes_on_after_one_that_was_killed(project: Path, moved: int) -> None:
+    run(names=("first",))
+    before = content(project / "generated")
+    (project / "specs/first.py").write_text(rule("first", "5e-3"))  # changes files, and second makes new ones
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", _KILLED, str(moved)], env=path, check=False).returncode == 9
+    assert (content(project / "generated") == before) == (moved == 0)
+    run()
+    assert run(check=True).clean and run(out="anew").classes
+    assert content(project / "generated").keys() == content(project / "anew").keys()
+
+
 def test_edited_files_are_not_overwritten(project: Path) -> None:
     run()
     edited = project / "generated/first/__init__.py"

@@ -42,7 +42,7 @@ from optgen.driver import targets, triton_text
 from optgen.runtime.cpu import native
 from tests import harness, interpreter, product
 from tests.harness import plan_of, spec_of
-from tests.product import PLANS, SPECS, WITH_MATRICES, Cell
+from tests.product import PARAMS, PLANS, SPECS, WITH_MATRICES, Cell
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -147,6 +147,23 @@ def test_cells_are_right(rule: str) -> None:
     """Rules with products of matrices have no bound and are tested elsewhere (tests/test_whole_model.py)."""
     cells = [c for plan in PLANS for c in first(filter(product.is_met, product.cells_of(rule, plan)), rule, plan)]
     check_all("cells", rule, run_cell, {str(c): c for c in cells})
+
+
+def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
+    """The others differ in optimization alone: nothing that decides bits is left out."""
+    cells = [Cell(spec, plan, param) for spec in SPECS for plan in PLANS for param in PARAMS]
+    assert 1 / 9 < sum(map(product.optimized, cells)) / len(cells) < 1 / 7
+    before = native.FLAGS
+    with harness.optimized():
+        users = native.FLAGS
+    for cell in (next(c for c in cells if product.optimized(c) == wanted) for wanted in (False, True)):
+        with product.compiled_for(cell):
+            ours = native.FLAGS
+        # The last two name what was read of the system's headers, for each way to compile by itself.
+        same = set(users[:-2] if "-include" in users else users) - {"-O3"}
+        same -= {flag for flag in users if flag.startswith("-W")}
+        assert ours == users if product.optimized(cell) else same <= set(ours) and "-O3" not in ours
+    assert before is native.FLAGS
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------
@@ -297,6 +314,17 @@ def test_compiled_kernels_have_the_bits_of_the_reference(rule: str) -> None:
     pytest.importorskip("triton")
     there = [x for x in emulations(rule) if not TRITONS[x.triton] or Path(TRITONS[x.triton]).exists()]
     check_all("ptx", rule, emulate, {str(x): x for x in there})
+
+
+@pytest.mark.parametrize(("triton", "capability"), [(x, sm) for x in TRITONS for sm in (90, 100)])
+def test_fused_additions_are_right_of_one_assembler(
+    triton: str, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["k: 3 FADD for 4 add.f32", "k: FFMA2", "k: other bits"]
+    done = subprocess.CompletedProcess([], 0, json.dumps({"wrong": words}), "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    found = emulate(Emulation(Cell("adamw", "fp32", "float32"), triton, capability))
+    assert found["wrong"] == (words[2:] if (triton, capability) == ("3.6", 100) else words)
 
 
 # What runs have found -------------------------------------------------------------------------------------------------

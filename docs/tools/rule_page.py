@@ -20,7 +20,7 @@ Link = Callable[[str], str]
 
 UNINDEXED = "{ data-search-exclude }"
 _KEPT = {"row": "one per row", "col": "one per column", "mat": "one per matrix", "tensor": "one per tensor",
-         "axis": "one per index of each dimension", "model": "one for the model"}  # fmt: skip
+         "model": "one for the model"}  # fmt: skip
 
 
 def no_link(name: str) -> str:

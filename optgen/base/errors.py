@@ -14,8 +14,10 @@ reads
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from optgen.base.loc import Loc
@@ -242,6 +244,31 @@ TABLE: dict[str, Row] = {
 }
 
 
+_MADE: ContextVar[list[UserError] | None] = ContextVar("_MADE", default=None)
+"""The errors made since `insisted` began; None where nobody insists."""
+
+
+@contextlib.contextmanager
+def insisted() -> Iterator[None]:
+    """Raise the first UserError made inside, also where the code that runs inside caught it.
+
+    An author's `try` around a refusal would otherwise make another rule than is written.
+    """
+    made: list[UserError] = []
+    token = _MADE.set(made)
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if not made or error is made[0]:
+            raise
+    finally:
+        _MADE.reset(token)
+        if made and (around := _MADE.get()) is not None:
+            around.append(made[0])
+    if made:
+        raise made[0]
+
+
 class UserError(Exception):
     """An error in what a user wrote; `code` is a key of TABLE, `locs` the places, the first one primary."""
 
@@ -253,6 +280,9 @@ class UserError(Exception):
         self.note = str(values["note"]) if "note" in values else row.note.format(**values)
         self.hint = str(values["hint"]) if "hint" in values else row.hint.format(**values)
         super().__init__(self.message)
+        made = _MADE.get()
+        if made is not None:
+            made.append(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors come back from worker processes; Exception would call __init__ with the message alone.

@@ -35,7 +35,10 @@ class Loc:
         return len(self.source().encode()[: self.col].decode(errors="replace")) + 1 if self.source() else self.col + 1
 
     def source(self) -> str:
-        return linecache.getline(self.file, self.line).rstrip("\n")
+        try:
+            return linecache.getline(self.file, self.line).rstrip("\n")
+        except LookupError:  # an encoding that Python does not have for texts
+            return ""
 
 
 def of_characters(file: str, line: int, col: int, end_line: int = 0, end_col: int = 0) -> Loc:

@@ -1,9 +1,9 @@
 """`optgen build`: specs x plans -> the generated package, all of it or nothing.
 
-The folder is generated as a whole. All text is generated before anything is written, to a copy that takes the folder's
-place, so that a build that fails leaves the old one. MANIFEST.json holds the hash of every file, so that one edited by
-hand is never overwritten, and one that is no longer built is removed. The same sources give the same bytes: no dates,
-hosts, absolute paths or hash order.
+The folder is generated as a whole. All text is generated before anything is written. `swap` replaces the files, and a
+build that fails leaves the old ones. MANIFEST.json holds the hash of every file, so that one edited by hand is never
+overwritten, and one that is no longer built is removed. The same sources give the same bytes: no dates, hosts, absolute
+paths or hash order.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from optgen.base import ready
 from optgen.base.collecting import uncollected
 from optgen.base.errors import UserError
 from optgen.base.loc import relative
-from optgen.driver import emit, judge, load, targets
+from optgen.driver import emit, judge, load, swap, targets
 from optgen.driver.plan_formats import PLANS
 from optgen.driver.project import DEFAULT_PLANS, Config, Maths, Pairing, once, plan_wishes, read_config, wishes
 from optgen.formats.plan import Plan
@@ -311,43 +310,27 @@ def _compare(out: Path, files: Mapping[str, str], known: Mapping[str, str], outc
 
 
 def _write(out: Path, files: Mapping[str, str], outcome: Outcome) -> None:
-    """Write the files that differ, all or none. Raises E406 for those that were edited."""
+    """Write the files that differ, all or none, the manifest last. Raises E406 for those that were edited."""
     if outcome.clean:
         return
     if outcome.edited:
         more = f" and {len(outcome.edited) - 3} more" if outcome.edited[3:] else ""
         raise UserError("E406", out=outcome.out, names=", ".join(outcome.edited[:3]) + more)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".optgen-{out.name}-", dir=out.parent) as folder:
-            _swap(out, {name: files[name] for name in outcome.written}, outcome.removed, Path(folder))
+        swap.replace_files(out, {name: files[name] for name in outcome.written}, outcome.removed, MANIFEST)
+        _drop_empty(out, outcome.removed)
     except OSError as error:
-        raise _not_written(outcome.out, error.strerror or str(error)) from error
-
-
-def _swap(out: Path, written: Mapping[str, str], removed: Iterable[str], folder: Path) -> None:
-    """Put a copy of a folder in its place, with texts that were written and without files that were removed."""
-    new, old = folder / "new", folder / "old"
-    if out.exists():
-        shutil.copytree(out, new, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in removed:
-        (new / name).unlink()
-        for parent in (new / name).parents:
-            if parent == new or any(parent.iterdir()):
-                break
-            parent.rmdir()
-    for name, text in written.items():
-        (new / name).parent.mkdir(parents=True, exist_ok=True)
-        (new / name).write_text(text, encoding="utf-8", newline="\n")
-    if out.exists():
-        out.rename(old)
-    try:
-        new.rename(out)
-    except OSError:
-        if old.exists():
-            old.rename(out)
-        raise
+        place = error.filename2 or error.filename or out
+        raise _not_written(relative(str(place)), error.strerror or str(error)) from error
 
 
 def _not_written(path: str, why: str) -> UserError:
     return UserError("E413", path=f"{path:.80}", why=why, hint="--out FOLDER writes to another folder")
+
+
+def _drop_empty(out: Path, removed: Sequence[str]) -> None:
+    """Remove folders of removed files that hold nothing else but compiled Python."""
+    folders = {p for name in removed for p in (out / name).parents if p != out and p.is_relative_to(out)}
+    for folder in sorted(folders, key=lambda p: -len(p.parts)):
+        if folder.is_dir() and not folder.is_symlink() and all(p.name == "__pycache__" for p in folder.iterdir()):
+            shutil.rmtree(folder)

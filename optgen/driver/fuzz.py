@@ -234,7 +234,6 @@ def fuzz(
     maths: Maths = "fast",
     steps: int = 4,
     case: Example | None = None,
-    progress: Callable[[], None] | None = None,
     reference: str = "",
 ) -> Result:
     """Test `count` examples under a seed, or one `case`; `reference` names the spec as the command line did."""
@@ -249,8 +248,6 @@ def fuzz(
         if time.monotonic() > shrink_until and example != last[-1][0]:
             reject()  # shrinking took long enough: the last failure is the answer
         result.examples += not last
-        if progress:
-            progress()
         try:
             report = run(spec, plan, cls, example, backend=backend, maths=maths)
             if not report.ok:

@@ -155,7 +155,7 @@ def find_spec(reference: str | Path, project: Path | None = None) -> Spec:
     if around in wrappers.__all__ and inner.endswith(")"):
         return _wrapped(around, find_spec(inner[:-1], project))
     path, name = _split(reference)
-    if path is None:
+    if path is None and (path := _ready_made(name, project)) is None:
         known = entries(project)
         if name not in known:
             hint = did_you_mean(around, wrappers.__all__) if inner else did_you_mean(name, known)
@@ -164,6 +164,16 @@ def find_spec(reference: str | Path, project: Path | None = None) -> Spec:
             raise UserError("E404", kind="spec", name=name, hint=written if around == "low_rank" else hint)
         path = known[name].file
     return _pick(_of(path, Spec), name, path, "spec")
+
+
+def _ready_made(name: str, project: Path | None) -> Path | None:
+    """Return the file of a ready-made rule whose name no file of the project has, so that none is run to find it."""
+    file, own = ready.specs_dir().resolve() / f"{name}.py", ((project or home()) / "specs").resolve()
+    files = python_files(own) if own.is_dir() and own != file.parent else []
+    texts = (f.read_text(encoding="utf-8", errors="replace") for f in files)
+    # The name of a rule around another is made of both: clipped(adamw) is clipped_adamw.
+    is_there = any(all(part in text for part in name.split("_")) for text in texts)
+    return file if _is_file(file) and not is_there else None
 
 
 @lru_cache(maxsize=256)

@@ -75,7 +75,8 @@ def read_config(project: Path) -> Config:
         at = re.search(r"at line (\d+), column (\d+)", str(error))
         place = of_characters(str(file), int(at[1]), int(at[2]) - 1) if at else Loc(str(file), 1)
         raise UserError("E401", loc=place, text=str(error), note="TOML cannot read this file") from None
-    table = data.get("tool", {}).get("optgen")
+    tools = data.get("tool")
+    table = tools.get("optgen") if isinstance(tools, dict) else None
     return Config() if table is None else _config(table, file)
 
 

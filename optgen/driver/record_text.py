@@ -98,11 +98,16 @@ def written(lead: str, value: Any, tail: str = "", indent: str = "") -> Iterator
     """
     one, parts = f"{lead}{line(value)}{tail}", _parts(value)
     if parts is None or not _has_record(value) or len(indent + one) <= WIDTH:
+        more = f"{indent}    "
         if parts is not None and len(parts[1]) > 1:
-            inside = (f"{name}{line(x)}" for name, x in parts[1])
-            kept = (x.replace(" ", BLANK) if len(x) < WIDTH / 2 else x for x in inside)
-            one = f"{lead.replace(' ', BLANK)}{parts[0]}{', '.join(kept)}{parts[2]}{tail}"
-        lines = textwrap.wrap(one, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}    ", **UNBROKEN)
+            inside = [f"{name}{line(x)}" for name, x in parts[1]]
+            kept = [x.replace(" ", BLANK) if len(x) < WIDTH / 2 else x for x in inside]
+            head = f"{lead.replace(' ', BLANK)}{parts[0]}"
+            if len(indent + head + inside[0]) >= WIDTH:  # a long name, which is there twice
+                yield indent + head.replace(BLANK, " ")
+                head, indent = "", more
+            one = f"{head}{', '.join(kept)}{parts[2]}{tail}"
+        lines = textwrap.wrap(one, WIDTH, initial_indent=indent, subsequent_indent=more, **UNBROKEN)
         yield from (x.replace(BLANK, " ") for x in lines)
         return
     yield f"{indent}{lead}{parts[0]}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -72,7 +71,9 @@ def write(out: str, text: str) -> str:
 
 def _text(name: str) -> str:
     """Return the text of a module."""
-    return inspect.getsource(importlib.import_module(name))
+    found = importlib.util.find_spec(name)
+    assert found is not None and found.origin is not None
+    return Path(found.origin).read_text(encoding="utf-8")
 
 
 def _modules(spec: Spec, plan: Plan, fused: bool, drawn: str) -> dict[str, str]:

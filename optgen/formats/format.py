@@ -44,8 +44,7 @@ Rounding = Literal["nearest", "stochastic", "auto"]
 class Field:
     """One stored tensor: `per` elements share an entry (1: shape of the parameter); `zero` decodes to 0.
 
-    space   "elem", or for one f32 per row, column, matrix or tensor: "row", "col", "mat", "tensor"; "axis": for one per
-            index of each dimension that columns are made of
+    space   "elem", or for one f32 per row, column, matrix or tensor: "row", "col", "mat", "tensor"
     nonneg  whether its numbers are never negative, as those of scales
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.ir.node import Node, postorder
+from optgen.ir.ranges import Intervals
 from optgen.lang import matrices
 from optgen.lang.declare import Declaration, StateDecl, flags_in
 from optgen.lang.probe import probe
@@ -52,6 +54,12 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
     if node.attr in ("normal", "uniform", "bjorck") and not _is_whole(spec, scalars[0]):
         hint = "floor(x) is whole, and a hyper-parameter with whole=True"
         raise UserError("E103", loc=place, function=_called(node), want="a whole number", got="another", hint=hint)
+    if (least := _LEAST.get(str(node.attr))) and scalars:
+        ranges = {part: h.interval for h in spec.hypers for part in h.parts}
+        low, _ = Intervals(ranges | {"step": (1.0, math.inf)})(scalars[0])
+        if not low >= least[0]:
+            hint = f"a hyper-parameter says so with {least[1]}"
+            raise UserError("E103", loc=place, function=_called(node), want=least[2], got=f"{low:g}", hint=hint)
     for x in scalars:
         if x.space != spaces.host and x.op != "extent":
             want, hint = "host scalars beside its matrices", "host scalars depend on hyper-parameters and t only"
@@ -68,6 +76,9 @@ def _is_whole(spec: Spec, x: Node) -> bool:
     terms = x.args[1:] if x.op == "where" else x.args
     return x.op in ("floor", "rint", "extent") or x.op in _WHOLE and all(_is_whole(spec, a) for a in terms)
 
+
+_LEAST = {"inverse_root": (math.ulp(0.0), "gt=0", "an order above 0"), "bjorck": (1.0, "ge=1", "1 step or more")}
+"""The least first scalar of functions of whole matrices, and how declarations and messages say it."""
 
 _WHOLE = frozenset("add sub mul neg abs min max where".split())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import keyword
 import re
@@ -26,7 +25,7 @@ from optgen.lang.declare import (
     schema,
     usual,
 )
-from optgen.lang.source import SpecSource, own_nodes
+from optgen.lang.source import SpecSource
 from optgen.lang.spec import Evaluation, MatrixKind, Readings, Spec
 from optgen.lang.tracing import check_weights
 from optgen.lang.values import author_loc
@@ -96,9 +95,9 @@ def optimizer(
 
     def make(function: Callable[..., Any]) -> Spec:
         plain = isinstance(function, FunctionType) and not function.__code__.co_flags & _YIELDS
-        if not plain or any(isinstance(n, ast.Try) for n in own_nodes(SpecSource(function).node)):
+        if not plain:
             called = getattr(function, "__name__", repr(function))
-            what = f"a rule is a plain function without yield, async and try, got {called}"
+            what = f"a rule is a plain function without yield and async, got {called}"
             place = of_code(function.__code__) if isinstance(function, FunctionType) else author_loc()
             raise UserError("E113", loc=place, what=what)
         return _spec(function, cite, like, name, evaluate, matrix)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
-from optgen.base.errors import UserError, did_you_mean
+from optgen.base.errors import UserError, did_you_mean, insisted
 from optgen.base.loc import Loc
 from optgen.ir.node import Node, loads, postorder
 from optgen.ir.program import Let
@@ -350,7 +350,8 @@ class Spec:
         # States before a `/` go by position.
         named, code = {name: x for name, x in values.items() if name not in hidden}, self.function.__code__
         before = [named.pop(name) for name in code.co_varnames[len(first) : code.co_posonlyargcount]]
-        result = self.function(*first, *before, **named)
+        with insisted():
+            result = self.function(*first, *before, **named)
         parts = result if isinstance(result, tuple) else (result,)
         if len(parts) != len(self.order):
             place = self.source.loc(self.source.returns[0][0])

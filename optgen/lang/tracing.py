@@ -10,7 +10,7 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from optgen.base.errors import UserError, did_you_mean, said
+from optgen.base.errors import UserError, did_you_mean, insisted, said
 from optgen.base.loc import Loc, of_frame
 from optgen.ir import node as ir
 from optgen.ir.node import Node
@@ -163,7 +163,8 @@ def check_weights(
     loads = {"p": True, **states}
     kept = [Value(ir.load(x, dtypes.f32, spaces.elem) if elem else ir.sym(x)) for x, elem in loads.items()]
     try:
-        weights = function(*kept, **_option_values(hypers, Value))
+        with insisted():
+            weights = function(*kept, **_option_values(hypers, Value))
     except (Exception, SystemExit) as error:
         place, text = _raised_at(error, source.head), next(iter(said(error).splitlines()), "")
         raise UserError("E127", loc=place, name=source.name, why=text.partition("]: ")[2] or text) from error

@@ -123,7 +123,8 @@ class Value:
     __mod__ = __rmod__ = _refused("%", "a - b * floor(a / b), floor of optgen.lang")
     __round__ = _refused("round()", "rint(x) of optgen.lang")
     __getitem__ = __setitem__ = __len__ = __iter__ = _refused("an index, a loop or a length")
-    __array_ufunc__ = None  # numbers of NumPy leave operators to values, and its functions take none
+    __array_ufunc__ = None  # numbers of NumPy leave operators to values
+    __array_function__ = __array__ = _refused("a function of NumPy")
 
     def __repr__(self) -> str:
         return f"Value({self.node!r})"
