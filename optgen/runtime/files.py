@@ -176,7 +176,8 @@ def _misread(loaded: Loaded, places: Mapping[int, int], readings: Sequence[Any])
         part, found, entry = rows[position]
         now = _first_values(type(part), entry, found.states.get(entry.p, {})).get(name)
         # Far more than machines differ by, far less than the codes of one curve differ from those of another.
-        if now is not None and not torch.allclose(now, torch.tensor(values), rtol=2**-12, atol=0, equal_nan=True):
+        saved = torch.tensor(values, device="cpu")
+        if now is not None and not torch.allclose(now, saved, rtol=2**-12, atol=0, equal_nan=True):
             yield (
                 f"parameter {position}: plan {entry.group['plan']!r} reads {name} as other numbers than were saved: it "
                 f"is not the plan that the checkpoint was made with"
