@@ -36,7 +36,7 @@ from optgen.runtime.states import low_bits, state
 
 Groups = list[dict[str, Any]]
 Keys = list[list[Any]]
-"""What tells the parameters of each group apart: their names, or (group, place)."""
+"""The keys that tell the parameters of each group apart: their names, or (group, place)."""
 
 FORMAT = 5
 """The form of a group and its states, saved under "format"; no other is read. It rises where keys of groups or states
