@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import came_pytorch
 import dadaptation
 import numpy as np
 import prodigyopt
@@ -24,6 +25,7 @@ import pytest
 import pytorch_optimizer
 import schedulefree
 import torch
+from adam_mini import Adam_mini
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
@@ -490,31 +492,12 @@ def adafactor(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return torch_optim("Adafactor")({}, hypers)
 
 
-def _clipped(u: Tensor, threshold: float) -> Tensor:
-    return u / max(1.0, float(u.square().mean().sqrt()) / threshold)
-
-
-def _rank_one(r: Tensor, c: Tensor) -> Tensor:
-    """r c' / mean(r) for row means (..., rows) and column means (..., columns)."""
-    return torch.einsum("...i,...j->...ij", r, c) / r.mean(-1)[..., None, None]
-
-
-@paper
-def adafactor_paper(o, s, p, g, t, lr):
-    """Algorithms 4 and 5."""
-    decay = 1 - t**o.decay_rate
-    rho = min(lr, 1 / math.sqrt(t)) if o.relative_step else lr
-    alpha = max(o.eps[1], float(p.square().mean().sqrt())) * rho if o.scale_parameter else rho
-    sq = g**2 + o.eps[0]
-    if p.ndim >= 2:
-        s.r, s.c = decay * s.r + (1 - decay) * sq.mean(-1), decay * s.c + (1 - decay) * sq.mean(-2)
-        second = _rank_one(s.r, s.c)
-    else:
-        second = s.v = decay * s.v + (1 - decay) * sq
-    u = alpha * _clipped(g / second.sqrt(), o.clip_threshold)
-    if o.beta1:
-        u = s.m = o.beta1 * s.m + (1 - o.beta1) * u
-    return p - alpha * o.weight_decay * p - u
+def adafactor_paper(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """pytorch_optimizer's, whose relative step is 1e-2 at most."""
+    (eps1, eps2), betas = hypers["eps"], (hypers["beta1"] or None, 0.9999)
+    own = {k: hypers[k] for k in ("clip_threshold", "decay_rate", "weight_decay")} | flags | {"relative_step": False}
+    inner = peer("AdaFactor", betas=betas, eps1=eps1, eps2=eps2, momentum_dtype=torch.float64)({}, own)
+    return lambda p, g, t, lr: inner(p, g, t, min(lr, t**-0.5) if flags["relative_step"] else lr)
 
 
 @paper
@@ -526,20 +509,16 @@ def lamb(o, s, p, g, t, lr):
     return p - lr * (phi / length if phi > 0 and length > 0 else 1.0) * u
 
 
-@paper
-def sm3(o, s, p, g, t, lr):
-    """SM3-II over the cover of a tensor by the rows and columns of its matrices, one set after the other.
+def sm3(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """pytorch_optimizer's for each matrix of a tensor: its cover of more dimensions is another one."""
+    steps: dict[int, Step] = {}
 
-    pytorch_optimizer's cover of tensors with more dimensions is another one: a set for each index of each dimension.
-    """
-    dims = (-1, -2) if p.ndim >= 2 else ()
-    kept = s.mu if t > 1 else [torch.zeros_like(g)]
-    nu = torch.stack([x.expand(p.shape) for x in kept]).amin(0) + g * g
-    s.mu = [nu.amax(d, keepdim=True) for d in dims] or [nu]
-    update = torch.where(g == 0, 0.0, g / nu.clamp(min=1e-300).sqrt())
-    if o.momentum:
-        update = s.m = o.momentum * s.m + (1 - o.momentum) * update
-    return p - lr * update
+    def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+        matrices = zip(*(x.reshape(-1, *x.shape[-2:]) for x in (p, g)), strict=True)
+        made = [steps.setdefault(k, peer("SM3")({}, hypers))(*x, t, lr) for k, x in enumerate(matrices)]
+        return torch.stack(made).reshape(p.shape)
+
+    return step
 
 
 @paper
@@ -607,15 +586,16 @@ def orthograd(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return step
 
 
-@paper
-def adam_mini(o, s, p, g, t, lr):
-    """One average of mean squares per block: the authors' optimizer wants a model whose parameters' names it knows."""
-    beta1, beta2 = o.betas
-    dims = tuple(range(1 if g.ndim >= 2 else 0, g.ndim))
-    s.m = beta1 * s.m + (1 - beta1) * g
-    s.v = beta2 * s.v + (1 - beta2) * (g**2).mean(dims, keepdim=True)
-    u = s.m / (1 - beta1**t) / ((s.v / (1 - beta2**t)).sqrt() + o.eps)
-    return p * (1 - lr * o.weight_decay) - lr * u
+def adam_mini(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+    """The authors' package, which tells a block of each row from one block by a parameter's name."""
+
+    def made(ps: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = Adam_mini([("embed" if ps[0].ndim > 1 else "vector", ps[0])], verbose=False, **hypers)
+        optimizer.world_size = 1  # it would talk to one process per GPU
+        return optimizer
+
+    rows, vectors = _flat(stepping(made)), stepping(made)
+    return lambda p, g, t, lr: (rows if p.ndim > 1 else vectors)(p, g, t, lr)
 
 
 def _projected(o: Any, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, float]:
@@ -862,7 +842,7 @@ REDUCING = table(
     a2grad, adafactor, adafactor_paper, adam_mini, adamp, adanorm, adashift, adatam, aida, amos, cautious_adamw,
     cautious_lion, kourkoutas_beta, lamb, lans, lars, mars, novograd, orthograd, sinkgd, sm3, stable_spam,
     tam,
-    came=peer("CAME"),
+    came=package(came_pytorch.CAME),
     fadam=named(peer("FAdam", momentum_dtype=torch.float64, fim_dtype=torch.float64), eps2="eps_2"),
     fromage=peer("Fromage"),
     nero=peer("Nero"),
@@ -1186,8 +1166,8 @@ def _conda(o, s, p, g, t, lr):
 @paper
 def _adam_beside(o, s, p, g, t, lr):
     """Adam with eps before the corrections and the decay last, as transformers' AdamW had it."""
-    (beta1, beta2), u = o.betas, _adam(o, s, g)
-    p = p - lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * u
+    (beta1, beta2), (m, v) = o.betas, moments(o, s, g)
+    p = p - lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * m / (v.sqrt() + o.eps)
     return p - lr * o.weight_decay * p
 
 
@@ -1301,62 +1281,41 @@ WHOLE = table(
 # -- states of low rank; `drawn(shape, matrix, key)` gives the random numbers of a parameter
 
 
-def _adam(o: Any, s: Any, g: Tensor) -> Tensor:
-    """Adam's step before its corrections, as transformers' AdamW has it, whose eps is added before them."""
-    m, v = moments(o, s, g)
-    return m / (v.sqrt() + o.eps)
+def signed_svd(x: Tensor, full_matrices: bool = True, svd: Any = torch.linalg.svd) -> tuple[Tensor, Tensor, Tensor]:
+    """torch's in fp64, whose vectors of the shorter side have their largest entry above 0; packages leave that open."""
+    u, s, vh = svd(x.double(), full_matrices=False)
+    short = u if x.shape[0] < x.shape[1] else vh.mT
+    sign = short.gather(0, short.abs().argmax(0, keepdim=True)).sign()
+    return u * sign, s, vh * sign.mT
 
 
-def _of_low_rank(update: Callable[..., Tensor]) -> Oracle:
-    """transformers' AdamW, with another step for the matrices of a parameter: (options, states, (matrices, shorter
-    side, longer side), t) -> the same."""
+def of_low_rank(module: str, cls: str, **fixed: Any) -> Oracle:
+    """A package's optimizer with each matrix in a group of low rank, and its AdamW for others."""
 
-    @paper
-    def rule(o, s, p, g, t, lr):
-        u = g if g.ndim < 2 or g.ndim == 3 else g.reshape(1, len(g), -1)
-        if g.ndim < 2 or o.adamw:
-            u = _adam(o, s, g)
-        elif u.shape[1] < u.shape[2]:
-            u = update(o, s, u, t)
-        else:
-            u = update(o, s, u.mT, t).mT
-        beta1, beta2 = o.betas
-        p = p - lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * u.reshape(p.shape)
-        return p - lr * o.weight_decay * p
+    def made(groups: Any, hypers: dict[str, Any]) -> torch.optim.Optimizer:
+        return getattr(optional(module), cls)(groups, **{k: hypers[k] for k in ("betas", "eps", "weight_decay")})
 
-    return rule
+    def matrices(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
+        own = {"scale": hypers.get("alpha"), **{k: hypers[k] for k in ("rank", "update_proj_gap")}, **fixed}
+        own |= {k: hypers[k] for k in ("scale",) if k in hypers}
+        own |= {"scale_type": "tensor" if hypers["per_tensor"] else "channel"} if module == "apollo_torch" else {}
+        inner = stepping(lambda ps: made([{"params": ps, **own}], hypers))
 
+        def step(p: Tensor, g: Tensor, t: int, lr: float) -> Tensor:
+            def numbers(of: tuple[int, int], **_: Any) -> Tensor:
+                wide, key = p.shape[0] < p.shape[1], (t - 1) // hypers["update_proj_gap"]
+                x = torch.from_numpy(hypers["drawn"](of if wide else of[::-1], hypers["matrix"], key))
+                return x if wide else x.mT
 
-def _galore(o, s, g, t):
-    if (t - 1) % o.update_proj_gap == 0:
-        u = torch.linalg.svd(g, full_matrices=False).U[..., : o.rank]
-        s.space = u * u.gather(1, u.abs().argmax(1, keepdim=True)).sign()
-    return o.scale * s.space @ _adam(o, s, s.space.mT @ g)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.linalg, "svd", signed_svd)
+                if module == "apollo_torch":
+                    patch.setattr(optional("apollo_torch.random_projector"), "stable_randn", numbers)
+                return inner(p, g, t, lr)
 
+        return step
 
-def _limited(s, x, t):
-    """Limit the growth of a norm to 1 % a step, but not from 0, from where the authors' takes 1,000 steps."""
-    size = x.norm()
-    limit = max(size / (s.size + 1e-8), 1.01) / 1.01 if t > 1 and s.size else 1.0
-    s.size = size / limit
-    return x / limit
-
-
-def _apollo(o, s, g, t):
-    shape = g.shape[1], min(o.rank, g.shape[1])
-    space = [o.drawn(shape, k, (t - 1) // o.update_proj_gap) for k in range(len(g))]
-    low = torch.from_numpy(np.stack(space)).to(g.dtype).mT @ g / math.sqrt(o.rank)
-    adam = _adam(o, s, low)
-    of = {"dim": (1, 2) if o.per_tensor else 1, "keepdim": True}
-    scaled = g * torch.linalg.vector_norm(adam, **of) / (torch.linalg.vector_norm(low, **of) + 1e-8)
-    return math.sqrt(o.scale) * _limited(s, scaled, t)
-
-
-def _fira(o, s, g, t):
-    inside = _galore(SimpleNamespace(**{**vars(o), "scale": 1.0}), s, g, t)
-    low, adam = s.space.mT @ g, s.space.mT @ inside
-    rest = (g - o.alpha * s.space @ low) * (adam.norm(dim=1, keepdim=True) / (low.norm(dim=1, keepdim=True) + 1e-8))
-    return o.alpha * inside + _limited(s, rest, t)
+    return _each_matrix(matrices, lambda flags, hypers: stepping(lambda ps: made(ps, hypers)))
 
 
 @paper
@@ -1372,15 +1331,13 @@ def _dion(o, s, p, g, t, lr):
 
 
 LOW_RANK: dict[str, Oracle] = {
-    "apollo": _of_low_rank(_apollo),
+    "apollo": of_low_rank("apollo_torch", "APOLLOAdamW", proj="random", proj_type="std"),
     "dion": _each_matrix(_dion, _adamw_of_same_rate),
-    "fira": _of_low_rank(_fira),
-    "galore": _of_low_rank(_galore),
+    "fira": of_low_rank("pytorch_optimizer", "Fira", projection_type="std"),
+    "galore": of_low_rank("galore_torch", "GaLoreAdamW", proj_type="std"),
 }
 """Rules of low rank, whose spaces are held at gradients that tell singular vectors apart."""
 
-
-# -- the 4-bit paper's storage (Li et al. 2023, arXiv:2309.01507), from its formulas in NumPy
 
 KRON: dict[str, Callable[..., Any]] = {
     "psgd_kron": partial(
@@ -1390,20 +1347,3 @@ KRON: dict[str, Callable[..., Any]] = {
 """Optimizers whose factors a test reads."""
 
 TABLES = (ELEMENTWISE, REDUCING, WHOLE, FED, BASES, IN_BASES, LOW_RANK, KRON)
-
-UNSIGNED_MAP = np.arange(1, 17) / 16
-
-
-def nearest_entry(n: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(code of each number, how far it is from where the next code begins); a tie goes to the lower code."""
-    middles = (table[1:] + table[:-1]) / 2
-    return np.searchsorted(middles, n, side="left"), np.abs(n[..., None] - middles).min(-1)
-
-
-def rank1_scale(x: np.ndarray) -> np.ndarray:
-    """The smallest of the maxima of |x| over all but one dimension, for each element."""
-    return np.minimum.reduce(
-        np.broadcast_arrays(
-            *(np.abs(x).max(axis=tuple(k for k in range(x.ndim) if k != d), keepdims=True) for d in range(x.ndim))
-        )
-    )

@@ -7,16 +7,13 @@ weight, the oracle with its own exact states.  The enclosure of the states is ca
 
 import itertools
 import math
-import random
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-import came_pytorch
 import pytest
-import pytorch_optimizer
 import torch
 from torch import Tensor, nn
 
@@ -265,51 +262,3 @@ def test_fp32_and_the_oracle_lie_in_one_enclosure(name: str, k: int, shapes: Sha
     flags, hypers = list(cases(name))[k]
     for shape in shapes:
         assert_enclosed(name, flags, hypers, shape, torch.Generator().manual_seed(k))
-
-
-# -- the packages that the papers' rules above are checked with
-def of_adafactor(draw: random.Random) -> Iterator[Any]:
-    """transformers', but for the relative step, of which theirs takes 1e-2 at most."""
-    from transformers.optimization import Adafactor  # loads much: not for every worker
-
-    for scale, momentum in itertools.product((False, True), (False, True)):
-        ours: dict[str, Any] = {"eps": (1e-30, draw.uniform(1e-4, 1e-2)), "clip_threshold": draw.uniform(0.5, 1.5)}
-        ours |= {"decay_rate": draw.uniform(-0.95, -0.6), "weight_decay": draw.uniform(0.0, 0.1)}
-        ours |= {"scale_parameter": scale, "relative_step": False}
-        beta1 = draw.uniform(0.5, 0.95) if momentum else 0.0
-        yield partial(Adafactor, beta1=beta1 or None, warmup_init=False, **ours), ours | {"beta1": beta1}
-
-
-def of_came(draw: random.Random) -> Iterator[Any]:
-    """The authors'."""
-    for _ in range(4):
-        ours: dict[str, Any] = {"eps": (1e-30, 1e-16), "clip_threshold": draw.uniform(0.5, 1.5)}
-        ours["betas"] = (draw.uniform(0.5, 0.95), draw.uniform(0.9, 0.999), draw.uniform(0.99, 0.9999))
-        ours["weight_decay"] = draw.uniform(0.0, 0.1)
-        yield partial(came_pytorch.CAME, **ours), ours
-
-
-def of_sm3(draw: random.Random) -> Iterator[Any]:
-    for momentum in (0.0, 0.8):
-        yield partial(pytorch_optimizer.SM3, momentum=momentum), {"momentum": momentum}
-
-
-PACKAGES: dict[str, tuple[Any, float, Shapes]] = {
-    "adafactor_paper": (of_adafactor, 1e-2, SHAPES[2:]), "came": (of_came, 1e-2, SHAPES[2:]),
-    "sm3": (of_sm3, 0.1, ((7,), (1, 6), (6, 1), (5, 7))),  # its cover of more dimensions is another
-}  # fmt: skip
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("name", PACKAGES)
-def test_packages_are_the_papers(name: str) -> None:
-    """Fifty steps of a torch optimizer beside an oracle."""
-    cases, lr, shapes = PACKAGES[name]
-    for (make, ours), shape in itertools.product(cases(random.Random(1)), shapes):
-        draw = torch.Generator().manual_seed(1)
-        theirs, exact = oracles.stepping(partial(make, lr=lr)), REDUCING[name]({}, ours)
-        p = q = torch.randn(shape, generator=draw, dtype=torch.float64)
-        for t in range(1, STEPS + 1):
-            g = torch.randn(shape, generator=draw, dtype=torch.float64)
-            p, q = theirs(p, g, t, lr), exact(q, g, t, lr)
-        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10)

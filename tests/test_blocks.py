@@ -7,22 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from adam_mini import Adam_mini
 from torch import Tensor, nn
 
 import optgen
-from optgen.driver import checkpoints, targets
+from optgen.driver import checkpoints
 from optgen.driver.compile import compile as compiled
 from optgen.lang import flag, hyper, optimizer, row_mean, sqrt, state
 from optgen.lang.spec import Spec
-from optgen.lang.spec import start as first
-from optgen.ops import dtypes
 from optgen.optim import AdamMini, Muon
 from optgen.runtime import Optimizer
 from optgen.runtime.layout import sharded_states, sharding
-from optgen.verify.differential import Values, enclose
-from optgen.verify.intervals import Interval
-from tests.harness import plan_of, same_bits, spec_of
+from tests.harness import same_bits, spec_of
 from tests.training import bits, params_of, states
 
 HEADS, KV_HEADS, DIM = 8, 2, 40
@@ -132,48 +127,6 @@ def test_blocks_of_rows_are_rows_of_another_shape(spec: Spec, plan: str, backend
             assert same_bits(mine.view(value.shape), value) if isinstance(value, Tensor) else mine == value, key
     assert ours.memory().states == theirs.memory().states
     assert not same_bits(params["w0"].detach(), whole["w0"].detach())  # without blocks, of its own rows
-
-
-def test_the_authors_optimizer_and_ours_lie_in_one_enclosure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries and keys by heads, values, projections, embedding and head by rows, all else as a whole: their blocks by
-    names are ours, and fp32 stays within the rule's derived error of their fp64 for 50 steps."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # it would talk to one process per GPU
-    spec, model, exact = spec_of("adam_mini"), net(), net().double()
-    options = {"lr": 3e-3, "betas": (0.8, 0.97), "eps": 1e-8, "weight_decay": 0.07}
-    decayed = [(name, p) for name, p in model.named_parameters() if "norm" not in name]  # they leave norms alone
-    norms = [(name, p) for name, p in model.named_parameters() if "norm" in name]
-    groups = [{"params": decayed}, {"params": norms, "weight_decay": 0.0}]
-    ours = AdamMini(groups, blocks=BLOCKS, plan="fp32", **options)
-    theirs = Adam_mini(exact.named_parameters(), dim=DIM, n_heads=HEADS, n_kv_heads=KV_HEADS, verbose=False, **options)
-    counts = {"attn.q_proj.weight": HEADS, "attn.k_proj.weight": KV_HEADS, "mixing.weight": 1}
-    carried: dict[str, dict[str, Interval]] = {}
-    width, moved = [], []
-    for t, grads in enumerate(gradients(model, 50)):
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        for name, p in exact.named_parameters():
-            p.data.copy_(before[name])
-            p.grad = grads[name].double()
-        theirs.step()
-        train(ours, model, [grads])
-        for name, q in exact.named_parameters():
-            p, start = model.get_parameter(name).detach(), before[name]
-            seen = (counts[name], -1) if name in counts else start.shape
-            hypers = options | ({"weight_decay": 0.0} if "norm" in name else {})
-            flags = spec.flag_values(hypers, tuple(p.shape))
-            rec = targets.recurrences_of(spec, tuple(sorted(flags.items())))
-            storage = plan_of("fp32").storage(spec.present(flags), dtypes.f32, False, rec)
-            start = start.reshape(seen)
-            states = carried.get(name) or {s.name: Interval.point(first(s, start)) for s in spec.present(flags)}
-            old = Values(Interval.point(start), states, {}, t)
-            inside = enclose(spec, storage, old, grads[name].reshape(seen), hypers)
-            assert inside.p.known.all()
-            assert inside.p.contains(p.reshape(seen)).all(), (name, t)
-            assert inside.p.contains(q.detach().reshape(seen)).all(), (name, t)
-            carried[name] = dict(inside.states)
-            width.append((inside.p.hi - inside.p.lo).flatten())
-            moved.append((p - before[name]).abs().flatten())
-    # Narrow enough to tell one partition from another: a small part of a step.
-    assert float(torch.cat(width).median()) < 0.01 * float(torch.cat(moved).median())
 
 
 # -- how they are said, and kept --------------------------------------------------------------------------------------

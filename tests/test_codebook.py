@@ -3,8 +3,6 @@
 import importlib
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,6 @@ from optgen.ir.node import Node
 from optgen.lang import values
 from optgen.ops import dtypes, spaces
 from optgen.ops.tables import CELL, EXACT, NEVER, after, book, cell_ends
-from optgen.runtime.cpu import native
 from optgen.runtime.layout import workspace
 from optgen.runtime.work import counting
 from specs import plans
@@ -84,16 +81,8 @@ def quantized_by_torchao(x: Tensor, fmt: Codebook | Fp8) -> tuple[Tensor, Tensor
     return quantize(number, f32(fmt.table)), scale
 
 
-PAPER8 = plans.bnb8.but(
-    "The blocks of the paper, arXiv:2110.02861.",
-    name="paper8",
-    signed=Codebook(codebooks.dynamic(), 8, 2048, ties="down"),
-    nonneg=Codebook(codebooks.dynamic(signed=False), 8, 2048, ties="down"),
-)
-
 PEERS: dict[str, tuple[Plan, Callable[..., tuple[Tensor, Tensor]]]] = {
     "bnb8": (plans.bnb8, quantized_by_bitsandbytes),
-    "paper8": (PAPER8, quantized_by_bitsandbytes),
     "torchao8": (plans.torchao8, quantized_by_torchao),
     "torchao4": (plans.torchao4, quantized_by_torchao),
     "torchao_fp8": (plans.torchao_fp8, quantized_by_torchao),
@@ -143,7 +132,7 @@ def test_codes_and_numbers_are_those_of_the_package(name: str, kind: str) -> Non
     assert torch.equal(fmt.decode(parts)[:, 0].view(torch.int32), read.view(torch.int32))
 
 
-@pytest.mark.parametrize(("name", "kind"), [p for p in FORMATS if p.values[0] not in ("torchao_fp8", "paper8")])
+@pytest.mark.parametrize(("name", "kind"), [p for p in FORMATS if p.values[0] != "torchao_fp8"])
 def test_every_end_of_a_cell_is_that_of_the_package(name: str, kind: str) -> None:
     """Two places to both sides of each end, and every entry itself, under a scale of 1."""
     plan, quantize = PEERS[name]
@@ -179,46 +168,7 @@ def test_floats_are_torchs(kind: Any, dtype: torch.dtype) -> None:
 
 SQUARES = tuple((k / 16) ** 2 for k in range(1, 17))
 CURVED = (*(-((k / 7) ** 1.5) for k in range(7, 0, -1)), 0.0, *((k / 8) ** 1.5 for k in range(1, 9)))
-ISAS = [isa.name for isa in native.ISAS if isa.needs <= native.cpu_flags() and isa.name != "avx512"]
-SHAPES = [(), (1,), (257,), (5, 70), (3, 320)]
 WILD = tuple(sorted({0.0, 1.0, *[((i * 7919) % 251 - 125) / 126 for i in range(40)]}))
-BUILT = {
-    name: PEERS[name][0] for name in ("bnb8", "paper8")  # the other packages' plans: tests/test_product.py
-} | {
-    "tables": Plan(
-        "Tables without a law.", name="tables", discouraged="a test",
-        signed=Codebook(WILD, 6, 64, ue8m8),
-        nonneg=Codebook(SQUARES, 4, 64, ue8m8),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BUILT)
-def test_every_backend_has_the_same_bits(name: str, tmp_path: Path) -> None:
-    """Strict maths: the kernel in Triton's interpreter, in C++ for each instruction set, and the eager reference."""
-    spec = harness.spec_of("adamw")
-    pair = harness.Pair(spec, harness.case_of(spec, BUILT[name], "bfloat16"), tmp_path)
-    draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    # Tables take gathers, which each instruction set has its own of; the rest is what other formats are made of.
-    sets = ISAS if name in ("bnb8", "tables") else ISAS[-1:]
-    sets = sets if native.compiler() else []
-    for shape in (*SHAPES, *([(2, 5000)] if name == "paper8" else [])):
-        weight = torch.randn(shape, generator=draw)
-        kept = [pair.buffers(shape, weight) for _ in range(2 + len(sets))]
-        for step in (1, 2):
-            g = (torch.randn(shape, generator=draw) * 10.0 ** (3 - 4 * step)).bfloat16()
-            if step == 2:
-                g.view(-1)[::3] = 0
-            pair.run_reference(kept[0], g, step, 0x1234567 * step, 99, lr=1e-2)
-            pair.run_triton(kept[1], g, step, 0x1234567 * step, 99, lr=1e-2)
-            with harness.optimized() if name in ("bnb8", "tables") else nullcontext():
-                for isa, buffers in zip(sets, kept[2:], strict=True):
-                    pair.run_cpp([(buffers, g, 99)], step, 0x1234567 * step, isa=isa, lr=1e-2)
-            for buffers in kept[1:]:
-                for key, value in kept[0].items():
-                    assert harness.same_bits(value, buffers[key]), (shape, step, key)
-
-
 LONG = tuple(sorted({0.0, *(x * abs(x) for i in range(254) if (x := ((i * 7919) % 509 - 254) / 254))}))
 IN_MEMORY = Plan(
     "Long tables without a law.", name="in_memory", discouraged="a test", small_numel=0,

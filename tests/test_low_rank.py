@@ -1,4 +1,4 @@
-"""States of low rank and random numbers in rules, beside second texts in NumPy."""
+"""States of low rank and random numbers, beside second texts in NumPy, and their rules beside the packages of them."""
 
 import copy
 import hashlib
@@ -133,12 +133,12 @@ def test_numbers_are_normal_and_uniform() -> None:
 
 # -- rules
 
-STEPS, LR, GAP = 50, 0.01, 7
+STEPS, LR, GAP, ONCE = 50, 0.01, 7, 60
 CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
     "galore": ("galore", 5, {"rank": 3, "scale": 0.25, "update_proj_gap": GAP}),
     "apollo": ("apollo", 20, {"rank": 4, "scale": 1.0, "update_proj_gap": GAP}),
     "apollo_mini": ("apollo", 2560, {"rank": 1, "scale": 128.0, "per_tensor": True, "update_proj_gap": GAP}),
-    "fira": ("fira", 20, {"rank": 3, "alpha": 0.25, "update_proj_gap": GAP}),
+    "fira": ("fira", 20, {"rank": 3, "alpha": 0.25, "update_proj_gap": ONCE}),
     "dion": ("dion", 20, {"rank": 3, "mu": 0.8}),
 }
 """The rule, how far a step of lr = 1 changes by a gradient at most, and options."""
@@ -169,15 +169,20 @@ SETTINGS += [("fp64", case, k) for case in CASES if case != "apollo_mini" for k 
 @pytest.mark.parametrize(
     ("backend", "case", "k", "shape"),
     [pytest.param(*s, shape, marks=pytest.mark.full if s[2] and (s[2], i % 10) != (1, j) else ())
-     for i, s in enumerate(SETTINGS) for j, shape in enumerate(TEN)],
+     for i, s in enumerate(SETTINGS) for j, shape in enumerate(TEN) if len(shape) != 3 or s[1] in ("dion", "galore")],
     ids=str,
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:This implementation of AdamW")
 def test_rules_of_low_rank_are_their_oracles(case: str, shape: tuple[int, ...], k: int, backend: str) -> None:
     """The distance is that of roundings of a weight below 8 and of a gradient of norm 15, through a space that turns by
-    its error over the least distance of singular values, 1/2, and steps that change by scale / eps at most."""
+    its error over the least distance of singular values, 1/2, and steps that change by scale / eps at most.  Packages
+    take each matrix of a stack by itself, where APOLLO and Fira limit the norm of all of them."""
     name, slope, given = CASES[case]
     label = "w" if backend != "fp64" else 0
     arguments = redrawn(name, k, shape, OPTIONS | given)
+    arguments["rank"] = min(arguments["rank"], *shape) if len(shape) == 2 else arguments["rank"]
+    if name == "fira":  # theirs renews at the multiples of the period, not after them
+        arguments["update_proj_gap"] = ONCE
     own = {"drawn": lambda shape, matrix, key: gaussian(shape, label, matrix, key), "per_tensor": False}
     step, ours = LOW_RANK[name]({}, own | arguments), Steps(name, backend, drawn(*shape, seed=1), LR, arguments)
     exact, start, unit = ours.weight, ours.weight, 2.0**-53 if backend == "fp64" else U

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from optgen import compile as compile_class
-from optgen import optim
 
 from optgen.lang import (  # isort: skip
     col, col_mean, hyper, nonneg, optimizer, row, row_mean, rsqrt,
 )  # fmt: skip
 from tests.harness import plan_of
 from tests.oracles import REDUCING
-from tests.product import OF_MATRICES, Cell, Run, at_shape, build, spec_of
+from tests.product import Cell, Run, at_shape, build, spec_of
 from tests.test_rows_and_columns import at_times
 
 SHAPE, AT = (4, 6), (1, 2)
@@ -89,27 +88,3 @@ def test_a_vector_is_refused_by_a_rule_of_rows_when_the_optimizer_is_made(spec, 
     with pytest.raises(ValueError, match=text):
         optimizer_.step()
     assert torch.equal(good, torch.ones(2, 3)) and not optimizer_.state
-
-
-# -- which matrix
-@pytest.mark.parametrize("name", ["adam_mini", "adamp", "sgdp", "sinkgd", *OF_MATRICES])
-@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
-def test_a_matrix_of_the_first_dimension_is_the_view(name: str, plan: str) -> None:
-    """A kernel of a convolution steps as its view (channels, the rest), bit for bit; so do its statistics."""
-    assert spec_of(name).matrix in ("first", "heads")
-    cls = getattr(optim, spec_of(name).class_name)
-    draw = torch.Generator().manual_seed(0)
-    start = torch.randn((40, 12, 3, 3), generator=draw)  # enough elements for codes
-    deep, flat = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.reshape(40, -1).clone())
-    options = {"lr": 1e-2} | ({"delta": 2.5} if name in ("adamp", "sgdp") else {})
-    steps = [cls([("weight", p)], plan=plan, seed=3, **options) for p in (deep, flat)]
-    for _ in range(3):
-        g = torch.randn(start.shape, generator=draw)
-        deep.grad, flat.grad = g, g.reshape(40, -1)
-        for step in steps:
-            step.step()
-    assert torch.equal(deep.detach().reshape(40, -1), flat.detach())
-    kept, views = (step.state[p] for step, p in zip(steps, (deep, flat), strict=True))
-    for key, value in kept.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value.reshape(views[key].shape), views[key])

@@ -57,24 +57,24 @@ def walk(
     return [p.detach().double() for p in params], opt
 
 
-def hold(ours: Sequence[Tensor], theirs: Sequence[Tensor], exact: Sequence[Tensor], step: float = 0.0) -> None:
-    """Ours lies no further from the fp64 path than twice the other fp32 run, and 4 ulp of a weight's or step's size."""
+def hold(ours: Sequence[Tensor], theirs: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+    """Ours lies no further from the fp64 path than twice the other fp32 run, and 4 ulp of a weight's size."""
     for a, b, x in zip(ours, theirs, exact, strict=True):
-        allowed = 2 * (b - x).abs().max() + 4 * ULP * x.abs().max().clamp(step)
+        allowed = 2 * (b - x).abs().max() + 4 * ULP * x.abs().max()
         assert (a - x).abs().max() <= allowed
         assert torch.isfinite(a).all()
 
 
 def follow(
     theirs: Make, ours: Make, shapes: Sequence[tuple[int, ...]] = SHAPES, count: int = 20,
-    after: Any = lambda opt: None, step: Callable[[Any], float] = lambda opt: 0.0,
+    after: Any = lambda opt: None,
 ) -> tuple[Any, Any, Any]:
     """Hold ours to theirs on the same gradients; the optimizers: theirs in fp64, in fp32, and ours."""
     start, gs = weights(shapes), gradients(shapes, count)
     exact, a = walk(theirs, start, gs, torch.float64, after)
     other, b = walk(theirs, start, gs, torch.float32, after)
     own, c = walk(ours, start, gs, torch.float32, after)
-    hold(own, other, exact, step(a))
+    hold(own, other, exact)
     return a, b, c
 
 
@@ -93,28 +93,18 @@ def hold_estimate(a: Any, b: Any, c: Any) -> None:
 
 
 # -- Schedule-Free
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("adamw", {}),
-        ("adamw", {"weight_decay": 0.1, "warmup_steps": 5}),
-        ("adamw", {"r": 1.0, "weight_lr_power": 0.0, "lr": 0.05}),
-        ("sgd", {"lr": 0.1}),
-        ("sgd", {"lr": 0.5, "weight_decay": 0.01, "warmup_steps": 4}),
-        ("adamw", {"weight_decay": 0.1, "warmup_steps": 5, "compact": True}),
-        ("sgd", {"lr": 0.1, "compact": True}),
-    ],
-)
-@pytest.mark.parametrize("evaluated", [False, True])
-def test_schedule_free_is_the_authors(name: str, options: dict[str, Any], evaluated: bool) -> None:
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_weights_for_evaluation_are_the_authors(name: str, compact: bool) -> None:
     def theirs(params: list[torch.nn.Parameter]) -> Any:
         kind = schedulefree.AdamWScheduleFree if name == "adamw" else schedulefree.SGDScheduleFree
-        opt = kind(params, foreach=False, **{name: x for name, x in options.items() if name != "compact"})
+        opt = kind(params, foreach=False, lr=0.05, warmup_steps=5)
         opt.train()
         return opt
 
     cls = compiled(f"schedule_free_{name}")
-    follow(theirs, lambda ps: cls(ps, plan="fp32", **options), after=lambda opt: evaluated and opt.eval())
+    ours = lambda ps: cls(ps, plan="fp32", lr=0.05, warmup_steps=5, compact=compact)  # noqa: E731
+    follow(theirs, ours, after=lambda opt: opt.eval())
 
 
 # -- sums over the model
@@ -124,33 +114,6 @@ AUTHORS: dict[str, Callable[..., Any]] = {
     "prodigy": prodigyopt.Prodigy,
     "dadapt_adam": lambda groups, **options: dadaptation.DAdaptAdam(groups, **{"decouple": True} | options),
 }
-OF_OTHERS = ("SGD", "AdaGrad", "Lion", "Adan")
-FIRST_RATE = {f"dadapt_{name.lower()}": getattr(dadaptation, f"DAdapt{name}") for name in OF_OTHERS}
-"""Those that do not know groups of another rate, or not all of them."""
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("prodigy", {"d0": 1e-2}),
-        ("prodigy", {"d0": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.99)}),
-        ("prodigy", {"d0": 1e-4, "use_bias_correction": True, "safeguard_warmup": True, "growth_rate": 1.5}),
-        ("dadapt_adam", {"d0": 1e-2}),
-        ("dadapt_adam", {"d0": 1e-3, "weight_decay": 0.1, "use_bias_correction": True}),
-        ("dadapt_adam", {"d0": 1e-2, "weight_decay": 0.1, "decouple": False}),
-        ("prodigy", {"d0": 1e-2, "weight_decay": 0.1, "decouple": False}),
-        *(pytest.param(name, {"d0": 1e-2, "weight_decay": 0.1}, marks=pytest.mark.full) for name in FIRST_RATE),
-        pytest.param("dadapt_sgd", {"d0": 1e-2, "momentum": 0.9, "growth_rate": 1.5}, marks=pytest.mark.full),
-    ],
-)
-def test_estimates_of_distances_are_the_authors(name: str, options: dict[str, Any]) -> None:
-    cls = compiled(name)
-    theirs = (AUTHORS | FIRST_RATE)[name]
-    found = follow(lambda ps: theirs(ps, **options), lambda ps: cls(ps, plan="fp32", **options), step=estimate)
-    assert estimate(found[0]) > options["d0"] or "safeguard_warmup" in options  # which holds d back while p is near p0
-    if name == "prodigy":
-        hold_estimate(*found)
-    assert estimate(found[2]) > 0  # one for all
 
 
 @pytest.mark.parametrize("backend", ["cpp", "reference"])
@@ -273,7 +236,6 @@ def test_a_group_that_begins_later_takes_over_a_state_of_the_model_whatever_it_s
         assert float(found.state[params[2]]["d"]) >= 2.0**-6
 
 
-# -- intervals
 # -- matrix products
 MATRICES = ((40, 30), (30, 40), (1, 7), (7, 1), (1, 1), (64, 64))
 
