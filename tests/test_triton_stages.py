@@ -4,9 +4,6 @@ Tensors of all kinds of shapes lie in one bucket: matrices that fill panels and 
 than a panel, more than two dimensions with blocks that straddle rows and that do not, vectors, a scalar, and nothing.
 """
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -37,10 +34,9 @@ from specs.lamb import lamb
 
 # The interpreter computes in lanes that hold nothing, too.
 from tests.harness import package
-from tests.test_kernel_stats import assert_within_budget
+from tests.test_kernel_stats import assert_within_budget, counted
 from tests.training import bits
 
-ROOT = Path(__file__).parents[1]
 Shapes = Sequence[tuple[int, ...]]
 
 
@@ -117,11 +113,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     stretch = stages.stretch
 
-    def counted(plan: stages.Launches, *rest: int) -> Any:
+    def counting(plan: stages.Launches, *rest: int) -> Any:
         counts.append(len(plan.calls))
         return stretch(plan, *rest)
 
-    monkeypatch.setattr(stages, "stretch", counted)
+    monkeypatch.setattr(stages, "stretch", counting)
     return counts
 
 
@@ -204,15 +200,6 @@ def test_without_kernels_for_its_stages_a_variant_steps_in_eager_torch(
 
 
 # Compiled, without a GPU ----------------------------------------------------------------------------------------------
-
-
-def counted(compiling: dict[str, str], *arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """(kernel, target) -> its counts."""
-    command = [sys.executable, str(ROOT / "tools" / "kernel_stats.py"), "--json", *arguments]
-    done = subprocess.run(command, env=compiling, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.stdout, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    return {(row["kernel"], row["target"]): row for row in rows}
 
 
 @pytest.mark.slow
