@@ -11,7 +11,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -394,20 +394,6 @@ def fresh(built: Built, weight: Tensor, hypers: Mapping[str, Any]) -> dict[str, 
     return out
 
 
-OPTIMIZED = 8
-"""One cell of so many is run with the C++ kernels that users compile."""
-
-
-def optimized(cell: Cell) -> bool:
-    """Return True if a cell's C++ kernels are compiled as users' are; the others' give the same bits in less time."""
-    return zlib.crc32(str(cell).encode()) % OPTIMIZED == 0
-
-
-def compiled_for(cell: Cell) -> AbstractContextManager[None]:
-    """Return the context in which the C++ kernels of a cell are compiled."""
-    return harness.optimized() if optimized(cell) else harness.unoptimized()
-
-
 def optimizer_class(cell: Cell, folder: Path) -> Any:
     """The optimizer of one cell in strict maths, from a package of its own."""
     spec, name = spec_of(cell.spec), "cell_" + re.sub(r"\W", "_", str(cell))
@@ -441,8 +427,7 @@ def differing(
                     p.grad = (torch.randn(p.shape, generator=draw) * size).to(p.dtype)
                 if fed:
                     opt.feed(**{name: [torch.rand(p.shape, generator=draw) for p in params] for name in fed})
-                with compiled_for(cell):
-                    harness.make_step(opt)
+                harness.make_step(opt)
         used = {backends.able(*call.args) for call in asked.call_args_list}
         assert used == {backend}, f"{cell}: {used} in the place of {backend}"
         kept[backend] = [{"p": p.detach(), **opt.state[p]} for p in params]
@@ -491,8 +476,7 @@ def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = (), step
                 pair.run_triton(twins["triton"], g, step, key, run.stream, **options)
             if pair is not None and native.compiler() is not None:
                 twins["cpp"] = run.copy().buffers
-                with compiled_for(cell):
-                    pair.run_cpp([(twins["cpp"], g, run.stream)], step, key, **options)
+                pair.run_cpp([(twins["cpp"], g, run.stream)], step, key, **options)
             reports.append(run.checked(g))
             for backend, buffers in twins.items():
                 different = [name for name, kept in run.buffers.items() if not harness.same_bits(kept, buffers[name])]

@@ -31,12 +31,11 @@ from tests.ptx import emulator
 
 @dataclass
 class Loaded:
-    """A kernel on the absent device: its texts, decoded PTX, and how often it was launched."""
+    """A kernel on the absent device: its texts, and decoded PTX."""
 
     ptx: str
     cubin: bytes
     kernel: emulator.Kernel
-    launches: int = 0
 
     def tool(self, name: str, *options: str) -> str:
         """Return what a tool of NVIDIA's says about its machine code."""
@@ -120,10 +119,8 @@ class _Launcher:
         self, x: int, y: int, z: int, stream: int, function: int, packed: Any, launch: Any, enter: Any, leave: Any,
         *given: Any,
     ) -> None:  # fmt: skip
-        found = LOADED[self.metadata.hash]
-        found.launches += 1
         arguments = [v for kind, value in zip(self.signature.values(), given, strict=True) for v in _flat(kind, value)]
-        found.kernel.run((x, y, z), arguments, self.metadata.shared, live=live, races=races)
+        LOADED[self.metadata.hash].kernel.run((x, y, z), arguments, self.metadata.shared, live=live, races=races)
 
 
 def _flat(kind: Any, value: Any) -> list[int | float]:
