@@ -1,7 +1,5 @@
 """Strict maths: the Triton kernel, in the interpreter, gives the eager reference's bits: codes, scales, weights."""
 
-import json
-import re
 import zlib
 from pathlib import Path
 
@@ -60,36 +58,3 @@ def test_floor_of_subnormals(tmp_path: Path) -> None:
     pair.run_triton(theirs, g, 1, 0, 0, lr=1.0)
     assert harness.same_bits(ours["p"], theirs["p"])
     assert ours["p"].tolist() == (-torch.floor(g)).tolist()
-
-
-COMPILED = """
-import json, sys
-from pathlib import Path
-sys.path.insert(0, "tools")
-import kernel_stats
-import triton.language as tl
-from optgen.runtime.gpu.compiled import launched
-from tests import harness, test_triton_strict
-
-found = []
-kernel_stats._read_nvidia = lambda asm, listed: found.append(asm["ptx"]) or ("", 0, 0)
-for name, plan, param in (("stepped", "fp32", "float32"), ("adamw", "int8_split24", "bfloat16")):
-    spec = harness.spec_of(name) if name != "stepped" else test_triton_strict.stepped
-    case = harness.case_of(spec, harness.plan_of(plan), param)
-    variant, kernels = harness.Pair(spec, case, Path(sys.argv[1])).triton
-    fn = getattr(kernels, variant.function)
-    sweep = kernels.CONSTANTS[variant.function]["SWEEP"]
-    constants = {"SWEEP": launched(sweep, grad=getattr(tl, param), tiles=4, aligned=True)}
-    signature = {a: kernel_stats._POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
-    kernel_stats.compile_for(fn, signature, constants, kernel_stats.TARGETS["sm_90"], aligned=("table", "work"))
-print(json.dumps(found))
-"""
-
-
-def test_strict_kernels_for_a_device_flush_contract_and_approximate_nothing(
-    compiling: dict[str, str], tmp_path: Path
-) -> None:
-    """The interpreter shows none of it."""
-    stepped_text, adamw_text = json.loads(harness.python(COMPILED, str(tmp_path), env=compiling))
-    assert "cvt.rmi.f32.f32" in stepped_text and "div.rn.f32" in adamw_text
-    assert not re.findall(r".*(?:\.ftz|fma\.|\.approx|div\.full).*", stepped_text + adamw_text)
