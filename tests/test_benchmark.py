@@ -1,66 +1,17 @@
-"""The benchmarks: what they count, their statistics and reports, and whole runs over tiny tensors."""
+"""The benchmarks: whole runs over tiny tensors, and their reports."""
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch.utils.benchmark import Timer
 
-from optgen.driver import explain, load, targets
-from tools.bench import cpu, race
-from tools.bench.race import BASE, COPY, FP32, Contender, Lane, Target
+from tools.bench import cpu
+from tools.bench.race import BASE, Target
 
 ROOT = Path(__file__).resolve().parent.parent
 
-
-def sgd(name: str, kept: float = math.nan, make: Any = None, **more: Any) -> Contender:
-    return Contender(name, FP32, make or (lambda p: torch.optim.SGD(p, lr=0.1)), kept=kept, **more)
-
-
-# What a step moves ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["AdamW", "Lion", *race.SEVERAL_SWEEPS])
-def test_traffic_is_that_of_the_step_that_is_generated(name: str) -> None:
-    """Rules that keep values of rows and columns move these too: at most four, in fp32, of a matrix of 128 x 128."""
-    for c in race.generated("triton"):
-        rule, _, plan = c.name.partition(" ")
-        if rule == name and c.dtype == torch.bfloat16 and "released" not in plan:
-            spec = load.find_spec(name.lower())
-            case = next(x for x in targets.cases(spec, load.find_plan(plan)) if x.param.torch == "bfloat16")
-            c.count("cpu")
-            most = 2 * 4 * 4 / 128 if name in ("CAME", "Adafactor") else 0
-            said = explain.explain(spec, load.find_plan(plan), "bfloat16", case.flags)
-            assert 0 <= c.moved - said.traffic <= most
-
-
-# Statistics -----------------------------------------------------------------------------------------------------------
-def test_ratios_are_medians_of_rounds() -> None:
-    """A round in which the machine was slow for all changes no ratio, and a round that one sat out has none."""
-
-    def lane(name: str, *seconds: float, first: int = 0, ours: bool = False) -> Lane:
-        found = sgd(name, 12, ours=ours)
-        return Lane(found, Timer("pass"), 4, dict(enumerate(seconds, first)))
-
-    lanes = {
-        BASE: lane(BASE, 3.0, 30.0, 3.0, 300.0),
-        "ours": lane("ours", 1.5, 15.0, 1.5, ours=True),
-        "peer": lane("peer", 60.0, 6.0, first=1),
-        COPY: lane(COPY, 0.75, 7.5, 0.75, 75.0),
-    }
-    row = race._row("ours", lanes, numel=10, copied=140)
-    assert row["speed"] == {"median": 2.0, "q1": 2.0, "q3": 2.0, "n": 3}
-    assert row["versus"] == {BASE: row["speed"], "peer": {"median": 4.0, "q1": 4.0, "q3": 4.0, "n": 2}}
-    assert row["of_copy"]["median"] == 0.5  # 28 bytes for each of 10 elements in 1.5 s, where 280 are copied in 0.75 s
-    assert row["ns_per_parameter"]["median"] == 0.15e9 and row["us"]["median"] == 1.5e6
-    assert race._row(BASE, lanes, 10, 140)["speed"] is None
-
-
-# Sections -------------------------------------------------------------------------------------------------------------
-# Runs -----------------------------------------------------------------------------------------------------------------
 
 RUN = [
     *("--quick", "--only", "adamw fp32", "--sizes", "8192", "2x64", "--threads", "1", "--rounds", "2"),

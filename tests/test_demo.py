@@ -1,36 +1,12 @@
-"""The demo's own parts: the same text, batches and start for everybody, and an honest sentence at the end."""
+"""The demo's own parts: an honest sentence at the end, and the page of evidence."""
 
 import json
 import math
-from typing import Any
 
 import pytest
-import torch
 
 from docs.tools import evidence
 from tools import demo, demo_model
-from tools.demo_model import Corpus, Size
-
-SMALL = Size(layers=1, width=16, heads=2, context=16, batch=4)
-
-
-@pytest.fixture(scope="module")
-def text() -> Corpus:
-    """A made-up text of two pieces."""
-    data = torch.arange(4096, dtype=torch.int64).remainder(7).to(torch.uint8)
-    return Corpus(data, data.clone(), 1, "made up")
-
-
-def train(text: Corpus, dtype: torch.dtype, seed: int, steps: int = 30, **options: Any) -> demo_model.Run:
-    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    return demo_model.train(text, SMALL, make, dtype=dtype, steps=steps, seed=seed, peak=1e-2, **options)
-
-
-def test_a_run_depends_on_its_seed_alone(text: Corpus) -> None:
-    assert train(text, torch.float32, 0).validation == train(text, torch.float32, 0).validation
-    assert train(text, torch.float32, 0).validation != train(text, torch.float32, 1).validation
 
 
 def test_the_sentence_follows_the_numbers() -> None:
