@@ -16,13 +16,14 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMP = VENV / "optgen-setup.stamp"
-LOG = VENV / "optgen-setup.log"
+LOG, LOG_APART = VENV / "optgen-setup.log", VENV / "optgen-setup-apart.log"
 INPUTS = ("requirements/constraints.txt", "requirements/dev.txt", "pyproject.toml", "tools/setup_env.py")
 
 MIN_PYTHON = (3, 11)
@@ -105,18 +106,18 @@ def fingerprint(kind: str) -> str:
     return text.hexdigest()
 
 
-def run(arguments: list[str]) -> bool:
-    """Run quietly, with the output in the log."""
-    with LOG.open("a") as log:
+def run(arguments: list[str], to: Path) -> bool:
+    """Run quietly, with the output in a log."""
+    with to.open("a") as log:
         log.write(f"$ {' '.join(arguments)}\n")
         log.flush()
         return subprocess.run(arguments, stdout=log, stderr=subprocess.STDOUT, check=False).returncode == 0
 
 
-def pip(*arguments: str) -> bool:
+def pip(*arguments: str, to: Path = LOG) -> bool:
     """Install without bytecode: pip compiles on one core, for 35 s, mostly modules that nothing here imports."""
-    fixed = ["install", "--no-compile", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
-    return run([str(PYTHON), "-m", "pip", *fixed, "-c", str(ROOT / "requirements/constraints.txt"), *arguments])
+    fixed = ["install", "--no-compile", "--disable-pip-version-check", "--no-input", "--progress-bar", "off", "-c"]
+    return run([str(PYTHON), "-m", "pip", *fixed, str(ROOT / "requirements/constraints.txt"), *arguments], to)
 
 
 def compiling() -> subprocess.Popen[bytes]:
@@ -131,7 +132,7 @@ def failed(step: str) -> SetupError:
 
 
 def say(text: str) -> None:
-    print(f"setup: {text}", flush=True)
+    print(f"setup: {text}\n", end="", flush=True)  # in one write: two threads say what they do
 
 
 def make_venv() -> None:
@@ -157,33 +158,32 @@ def install_torch(kind: str) -> None:
 
 
 def install_frameworks() -> None:
-    """Install frameworks and packages of a few tests and an example; a failure of one does not stop the others."""
+    """Install what a few tests and an example need, beside the rest: pip works on one core. A failure stops nothing."""
     apart = ("--upgrade", "--target")
     oracles = (*apart, str(ORACLES), "--ignore-requires-python")  # emerging_optimizers, whose tests run with 3.11 too
-    folders = ((BARE, ()), (APART, (*apart, str(FRAMEWORKS))), (PACKAGES, oracles))
+    oldest = ((f"triton=={OLDEST_TRITON}",), (*apart, str(OLDEST)))
+    folders = ((BARE, ()), (APART, (*apart, str(FRAMEWORKS))), (PACKAGES, oracles), oldest)
     for names, where in folders:
-        say(f"{', '.join(names)}: alone, without what they depend on")
-        if not pip("--no-deps", *where, *names):
-            again = f"{LOG.relative_to(ROOT)} says why; to try again delete {STAMP.relative_to(ROOT)}"
-            say(f"{names[0]} and others could not be installed, their tests will be skipped ({again})")
-    say(f"triton {OLDEST_TRITON}, to count kernels under")
-    if not pip("--no-deps", "--upgrade", "--target", str(OLDEST), f"triton=={OLDEST_TRITON}"):
-        say("it could not be installed, its tests will be skipped")
+        say(f"{', '.join(names)}: alone, without dependencies")
+        if not pip("--no-deps", *where, *names, to=LOG_APART):
+            again = f"{LOG_APART.relative_to(ROOT)} says why; to try again delete {STAMP.relative_to(ROOT)}"
+            say(f"{names[0]} could not be installed, nor what is beside it; their tests will be skipped ({again})")
 
 
 def install(kind: str) -> None:
     make_venv()
     LOG.write_text("")
-    install_torch(kind)
-    bytecode = compiling()
-    triton = triton_requirement(kind)
-    say("the packages of requirements/dev.txt" + (f" and triton {TRITON}" if triton else ""))
-    if not pip("-r", str(ROOT / "requirements/dev.txt"), *triton):
-        raise failed("installing the pinned packages")
-    install_frameworks()
-    say("optgen itself (editable)")
-    if not pip("--no-build-isolation", "--no-deps", "--editable", str(ROOT)):
-        raise failed("installing optgen")
+    with ThreadPoolExecutor() as pool:  # which waits for its work, whatever happens here
+        pool.submit(install_frameworks)
+        install_torch(kind)
+        bytecode = compiling()
+        triton = triton_requirement(kind)
+        say("the packages of requirements/dev.txt" + (f" and triton {TRITON}" if triton else ""))
+        if not pip("-r", str(ROOT / "requirements/dev.txt"), *triton):
+            raise failed("installing the pinned packages")
+        say("optgen itself (editable)")
+        if not pip("--no-build-isolation", "--no-deps", "--editable", str(ROOT)):
+            raise failed("installing optgen")
     bytecode.wait()
     check = "import torch, optgen; print(torch.__version__, 'with CUDA' if torch.cuda.is_available() else 'on the CPU')"
     answer = subprocess.run([str(PYTHON), "-c", check], cwd=VENV, capture_output=True, text=True, check=False)
