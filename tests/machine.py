@@ -43,7 +43,7 @@ from tests.training import bits, through_file
 
 SEVERAL: dict[str, Any] = {"^m": {"rule": "muon", "lr": 0.02}, "^v": "lion", "*": "adamw"}
 SUMS = {"prodigy", "dadapt_adam", "clipped(adamw)"}  # over the model
-SHAPES = {"m0": (66, 63), "m1": (7, 5), "v0": (9,), "s0": (), "x0": (3, 4, 6)}  # the first is large enough for codes
+SHAPES = {"m0": (66, 63), "m1": (7, 5), "v0": (9,), "v1": (9,), "s0": (), "x0": (3, 4, 6)}  # the first has codes
 SMALL = {"m0": (6, 5), "v0": (9,), "x0": (2, 3)}  # for kernels in Triton's interpreter
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "lr": (0.0, 1e-3, 0.0125), "weight_decay": (0.0, 0.25), "betas": ((0.75, 0.9), (0.9, 0.999)),
@@ -53,12 +53,17 @@ NUMBERED = {*NUMBERS, "own"}
 FORMS: dict[str, Callable[[float], Any]] = {
     "float": float, "tensor": partial(torch.tensor, dtype=torch.float64), "numpy": np.float64,
 }  # fmt: skip
+
+
+def cycles(opt: Any) -> bool:
+    return "betas" in opt.defaults or bool(opt.defaults.get("momentum"))
+
+
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "warm-up": lambda opt: lr_scheduler.LambdaLR(opt, lambda k: min(1.0, k / 3)),
     "restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 3),
-    "one cycle": lambda opt: lr_scheduler.OneCycleLR(
-        opt, max_lr=0.02, total_steps=1000, cycle_momentum="betas" in opt.defaults or bool(opt.defaults.get("momentum"))
-    ),
+    "one cycle": lambda opt: lr_scheduler.OneCycleLR(opt, 0.02, total_steps=1000, cycle_momentum=cycles(opt)),
+    "cyclic": lambda opt: lr_scheduler.CyclicLR(opt, 0.01, 0.1, step_size_up=2, cycle_momentum=cycles(opt)),
     "plateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0, factor=0.5),
 }
 EDITS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
@@ -83,6 +88,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {  # of gradients, whose number
     "sliced": lambda g: torch.stack([g, g], -1)[..., 1],
     "constant": lambda g: g.reshape(-1)[:1].reshape((1,) * g.ndim).expand(g.shape),
     "zeros": lambda g: torch._efficientzerotensor(g.shape, dtype=g.dtype),
+    "a part of zeros": lambda g: torch._efficientzerotensor((2, *g.shape), dtype=g.dtype)[1],
     "float32": Tensor.float, "float64": Tensor.double, "float16": Tensor.half, "bfloat16": Tensor.bfloat16,
 }  # fmt: skip
 
@@ -122,6 +128,7 @@ class Cell:
     dtype: str = "float32"
     backend: str = "reference"
     named: bool = True
+    mixed: bool = False  # with another plan for single parameters
 
 
 @dataclass
@@ -239,8 +246,8 @@ COPIES: dict[str, Callable[[Run], Run]] = {
 }
 
 seeds = st.integers(0, 2**31 - 1)
-masks = st.sampled_from([0, 0, 1, 2, 6])  # of parameters: bit by bit
-parameters = st.integers(0, 4)
+masks = st.sampled_from([0, 0, 1, 2, 14])  # of parameters: bit by bit
+parameters = st.integers(0, 5)
 
 
 def trains(self: Machine) -> bool:
@@ -297,7 +304,11 @@ class Machine(RuleBasedStateMachine):
 
         model = nn.ParameterDict({name: nn.Parameter(x.clone()) for name, x in values.items()})
         options |= {"backend": self.cell.backend, "plan": self.cell.plan, "seed": self.seed}
+        options |= {"overrides": {"numel > 4000": "fp32"}} if self.cell.mixed and self.cls is not None else {}
         groups = [self.group(model, {**group, "params": arranged(group["params"])}) for group in arranged(self.groups)]
+        if shuffled > 1 and self.cls is not None:  # names as a wrapper of modules gives them
+            for group in groups:
+                group["params"] = [(f"module.{name}", p) for name, p in group["params"]]
         if self.cls is not None:
             return Run(model, self.cls(groups, **{k: x for k, x in options.items() if k in self.known}))
         own = [(name, p) for name, p in arranged(model.items()) if name[0] != "n"]
@@ -477,7 +488,7 @@ class Machine(RuleBasedStateMachine):
             run.opt.add_param_group(self.group(run.model, self.groups[-1]))
         self.check()
 
-    @operation(lacking=st.integers(0, 31))
+    @operation(lacking=st.integers(0, 63))
     def freeze(self, lacking: int) -> None:
         """Freeze these parameters and thaw the others."""
         self.frozen = {name for i, name in enumerate(sorted(self.subject.model)) if lacking >> i & 1}
@@ -559,9 +570,11 @@ class Machine(RuleBasedStateMachine):
             make_step(old.opt)
             self.check()
 
-    @operation(whole, seed=seeds, way=st.sampled_from([*LOADS]), shuffled=st.integers(0, 3))
-    def resume(self, seed: int, way: str, shuffled: int = 0) -> None:
-        """Load into a new model and optimizer of other values, whose names and groups may be in another order."""
+    @operation(whole, seed=seeds, way=st.sampled_from([*LOADS]), shuffled=st.integers(0, 3), late=st.booleans())
+    def resume(self, seed: int, way: str, shuffled: int = 0, late: bool = False) -> None:
+        """Load into a new model and optimizer of other values, whose names and groups may be in another order.
+
+        In evaluation the model may be loaded after the optimizer, or not at all."""
         old = self.subject
         stepped = all(p.requires_grad and "step" in old.state(p) for p in old.model.values())
         if way.startswith("distributed") and not stepped:
@@ -579,6 +592,8 @@ class Machine(RuleBasedStateMachine):
         shown = {name: p for name, p in old.model.items() if TRAINED not in old.state(p)}
         new.model.load_state_dict(shown, strict=False)
         LOADS[way](old, new)
+        if late:
+            new.model.load_state_dict(old.model.state_dict())
         self.replaced(new, seed)
 
     @operation(whole, seed=seeds, way=st.sampled_from([*COPIES]))
@@ -603,14 +618,14 @@ class Machine(RuleBasedStateMachine):
             self.refuses(parts[-1].release_gradients)
         self.check()
 
-    @operation(lambda self: idle(self) and self.cell.backend == "cpp", on=st.booleans())
-    def offloaded(self, on: bool) -> None:
-        """Let the CPU stand for a device whose states are in host memory."""
+    @operation(lambda self: idle(self) and self.cell.backend == "cpp", on=st.integers(0, 15))
+    def offloaded(self, on: int) -> None:
+        """Let the CPU stand for a device whose states are in host memory, for some groups: bit by bit."""
         for part in self.subject.parts() if on and not self.bound else ():
             part._offload = offload.Offload(resident=())
-        self.bound |= on
-        for group in self.subject.opt.param_groups:
-            group["offload"] = on
+        self.bound |= bool(on)
+        for k, group in enumerate(self.subject.opt.param_groups):
+            group["offload"] = bool(on >> k & 1)
 
     @operation(whole)
     def evaluation(self) -> None:

@@ -5,7 +5,6 @@ import io
 import os
 import random
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,10 @@ from tests.training import bits, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-RULES = (
-    "ema(adamw)", "averaged(sgd)", "ema_nesterov(lion)", "gpa(adamw)", "schedule_free(adamw)", "schedule_free_adamw",
-    "radam_schedule_free", "soap_muon", {"0.weight": "ema(adamw)", "*": "adamw"},
-)  # fmt: skip
-PLANS = ("fp32", "int8_split24", "bf16_sr", "bf16_kahan", "fp32_master", "split32", "flashoptim")
-
-Run = tuple[nn.Module, Any]
 """A model and its optimizer."""
 
 
-def fresh(rule: Any, plan: str, backend: str = "reference", dtype: torch.dtype | None = None) -> Run:
+def fresh(rule: Any, plan: str, backend: str = "reference", dtype: torch.dtype | None = None) -> tuple[nn.Module, Any]:
     draw = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(72, 64), nn.Linear(64, 3))
     for p in model.parameters():
@@ -42,7 +34,7 @@ def fresh(rule: Any, plan: str, backend: str = "reference", dtype: torch.dtype |
         return model, optgen.make(rule, model, plan=plan, backend=backend)
 
 
-def held(run: Run) -> Any:
+def held(run: tuple[nn.Module, Any]) -> Any:
     """All that a run holds, as bits."""
     model, opt = run
     return bits([list(model.parameters()), [opt.state[p] for p in model.parameters()]])
@@ -52,51 +44,6 @@ def dumped(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-
-
-def ways(run: Run, again: Any) -> Iterator[tuple[str, Run]]:
-    """Load the state dict of a run in evaluation before or after the model's, or alone; yield what goes on from it.
-
-    Files, copies, pickles and distributed checkpoints are those of tests/machine.py.
-    """
-    model, opt = run
-    several = hasattr(opt, "parts")  # of which one has the same weights for evaluation
-    for name in ("model first", "optimizer first", *(["other weights"] if not several else [])):
-        other, loaded = again()
-        if name == "model first":
-            other.load_state_dict(model.state_dict())
-        loaded.load_state_dict(dumped(opt.state_dict()))
-        if name == "optimizer first":
-            other.load_state_dict(model.state_dict())
-        yield name, (other, loaded)
-    before = opt.state_dict()
-    opt.train()
-    opt.load_state_dict(before)  # which train() has left as it was
-    yield "its own", run
-
-
-@pytest.mark.parametrize("number", [*range(4), *(pytest.param(i, marks=pytest.mark.full) for i in range(4, 60))])
-def test_a_run_goes_on_from_a_checkpoint_taken_in_evaluation(number: int) -> None:
-    """Bit for bit that of a run without a checkpoint, whatever the model holds when it is loaded."""
-    draw = random.Random(int(os.environ["OPTGEN_SAMPLE_SEED"]) * 1000 + number)
-    rule, plan, backend = draw.choice(RULES), draw.choice(PLANS), draw.choice(["reference", "cpp"])
-    whole, part = fresh(rule, plan, backend), fresh(rule, plan, backend)
-    steps = draw.randint(1, 4)
-    for run in (whole, part):
-        train(run[1], range(steps))
-    trained = bits(list(part[0].parameters()))
-    part[1].eval()
-    resumed = []
-    for name, run in ways(part, lambda: fresh(rule, plan, backend)):
-        with pytest.raises(RuntimeError, match=r"step\(\) in evaluation: call train\(\) first"):
-            run[1].step()
-        run[1].train()
-        assert bits(list(run[0].parameters())) == trained, (rule, plan, backend, name)
-        train(run[1], range(7, 9))
-        resumed.append((name, held(run)))
-    train(whole[1], range(7, 9))
-    for name, found in resumed:
-        assert found == held(whole), (rule, plan, backend, name)
 
 
 @pytest.mark.parametrize("plan", ["int8_split24", "bf16_sr", "fp32"])

@@ -35,14 +35,16 @@ DTYPES = ("float32", "bfloat16", "float16")
 CELLS: dict[str, st.SearchStrategy[Cell]] = {
     "reference": st.builds(
         Cell, st.sampled_from(RULES), st.sampled_from(PLANS), st.sampled_from(DTYPES), named=st.booleans(),
+        mixed=st.booleans(),
     ),
     "kept": st.builds(
-        Cell, st.sampled_from(["schedule_free_adamw", "adafactor", "ema(adamw)", "averaged(sgd)"]),
+        Cell, st.sampled_from(["schedule_free_adamw", "adafactor", "ema(adamw)", "averaged(sgd)", "gpa(adamw)"]),
         st.sampled_from([plan for plan in PLANS if "split" in plan]), st.just("bfloat16"), named=st.booleans(),
+        mixed=st.booleans(),
     ),
     "cpp": st.builds(
-        Cell, st.sampled_from(["adamw", "lamb"]), st.just("int8_split24"), st.just("bfloat16"), st.just("cpp"),
-        named=st.booleans(),
+        Cell, st.sampled_from(["adamw", "lamb", "schedule_free_adamw"]), st.just("int8_split24"), st.just("bfloat16"),
+        st.just("cpp"), named=st.booleans(), mixed=st.booleans(),
     ),
     "triton": st.builds(
         Cell, st.just("lion"), st.sampled_from(["fp32", "int8_split24"]), st.just("bfloat16"), st.just("triton"),
@@ -89,7 +91,7 @@ REPLAYS: list[tuple[Cell, int, list[tuple[str, Any]]]] = [
     (
         Cell("adamw", "int8_split24", "bfloat16", "cpp"),
         1,
-        [("offloaded", {"on": True}), ("step", {"seed": 1, "form": "float32"})],
+        [("offloaded", {"on": 15}), ("step", {"seed": 1, "form": "float32"})],
     ),
     # low bits of a weight that is set to 0
     *(

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 import optgen.optim as optim
 from optgen.runtime import Optimizer
 from optgen.runtime.modes import offload
-from optgen.runtime.states import state
 from tests.harness import same_bits
-from tests.test_release import Net, net, pair, train
-from tests.training import same, through_file
+from tests.test_release import net, pair, train
+from tests.training import same
 
 
 class Watched(offload.Mover):
@@ -62,51 +61,6 @@ def test_copies_go_on_while_the_host_computes() -> None:
     assert open_chunks == 0
     assert most == 2
     assert [len(mover.buffers) for mover in opt._offload._movers.values()] == [2]
-
-
-def test_groups_that_stay_beside_groups_that_leave_and_are_turned_on_and_off() -> None:
-    def make(m: Net) -> Optimizer:
-        inner = [m.inner.weight, m.inner.bias]
-        rest = [p for p in m.parameters() if all(p is not q for q in inner)]
-        return optim.AdamW([{"params": inner, "lr": 1e-2}, {"params": rest}], backend="cpp")
-
-    a, opt_a, b, opt_b = pair(make)
-    moved(opt_b).param_groups[0]["offload"] = False
-    for k, on in enumerate((False, True, True, False, True)):
-        opt_b.param_groups[1]["offload"] = on
-        for model, opt in ((a, opt_a), (b, opt_b)):
-            model.loss(k).backward()
-            opt.step()
-            opt.zero_grad()
-        assert (state._HOME in vars(b.outer.weight)) is on
-        assert state._HOME not in vars(b.inner.weight)
-    same(a, b, opt_a, opt_b)
-    assert state.home(b.outer.weight) == torch.device("cpu")
-
-
-def test_checkpoints_are_the_same_with_and_without() -> None:
-    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), backend="cpp"))
-    moved(opt_b)
-    train(opt_a, a, 3)
-    train(opt_b, b, 3)
-    saved = through_file({"model": b.state_dict(), "opt": opt_b.state_dict()})
-    c = net()
-    c.load_state_dict(saved["model"])
-    opt_c = optim.AdamW(c.named_parameters(), backend="cpp", offload=True)  # which leaves what is on the CPU there
-    opt_c.load_state_dict(saved["opt"])
-    d, opt_d = copy.deepcopy((c, optim.AdamW(c.named_parameters(), backend="cpp")))
-    opt_d.load_state_dict(opt_a.state_dict())
-    assert not opt_d.param_groups[0].get("offload")  # how it ran, not what it learned
-    moved(opt_d)
-    for model, opt in ((a, opt_a), (b, opt_b), (c, opt_c), (d, opt_d)):
-        opt.param_groups[0]["lr"] = 1e-3
-        model.loss(7).backward()
-        opt.step()
-    same(a, b, opt_a, opt_b)
-    same(a, c, opt_a, opt_c)
-    same(a, d, opt_a, opt_d)
-    assert not opt_c._offload._movers
-    assert all(map(same_bits, opt_a.full_weights(), opt_b.full_weights()))
 
 
 def test_options_are_refused_before_anything_changes() -> None:

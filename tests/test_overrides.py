@@ -2,17 +2,14 @@
 
 import copy
 import gc
-import pickle
 import re
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import optgen
 from optgen.optim import AdamW
@@ -196,52 +193,6 @@ def test_the_short_way_of_a_step_sees_a_plan_that_is_taken_back() -> None:
     opt.param_groups[0]["overrides"] = ()
     with pytest.raises(RuntimeError, match="does not fit it"):
         train(opt, model, 1)
-
-
-def loaded(model: Net, opt: Optimizer, way: Callable[[Net, Optimizer, Net, Optimizer], None]) -> tuple[Net, Optimizer]:
-    other = copy.deepcopy(model)
-    again = mixed(other)
-    way(model, opt, other, again)
-    return other, again
-
-
-def by_torch(model: Net, opt: Optimizer, other: Net, again: Optimizer, flat: bool = False) -> None:
-    """As torch.distributed.checkpoint does."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    saved = get_optimizer_state_dict(model, opt, options=options)
-    set_optimizer_state_dict(other, again, saved, options=options)
-
-
-COPIES: dict[str, Callable[[Net, Optimizer], tuple[Net, Any]]] = {
-    "deepcopy": lambda model, opt: copy.deepcopy((model, opt)),
-    "pickle": lambda model, opt: pickle.loads(pickle.dumps((model, opt))),
-    "state_dict": partial(loaded, way=lambda model, opt, _, again: again.load_state_dict(opt.state_dict())),
-    "file": partial(loaded, way=lambda model, opt, _, again: again.load_state_dict(through_file(opt.state_dict()))),
-    "distributed": partial(loaded, way=by_torch),
-    "distributed, flat": partial(loaded, way=partial(by_torch, flat=True)),
-}
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_goes_on_bit_for_bit(how: str) -> None:
-    model = net()
-    opt = mixed(model)
-    train(opt, model, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        other, again = COPIES[how](model, opt)
-    train(opt, model, 2, seed=9)
-    train(again, other, 2, seed=9)
-    same(model, other, opt, again)
-    assert again.plans() == opt.plans()
-
-
-def test_rules_hold_for_groups_that_come_later_and_for_copies() -> None:
-    for make in (lambda o: o, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
-        first, more = net(), net()
-        opt = make(AdamW(first.named_parameters(), overrides={"*embed*": "fp32"}))
-        opt.add_param_group({"params": [(f"more.{n}", p) for n, p in more.named_parameters()]})
-        assert {n for n, plan in opt.plans().items() if "fp32" in plan} == {"embed.weight", "more.embed.weight"}
 
 
 def test_a_group_has_rules_of_its_own() -> None:

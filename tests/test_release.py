@@ -17,7 +17,7 @@ from optgen.runtime import Optimizer
 from optgen.runtime.layout import sharding
 from optgen.runtime.records.fp32_modules import keep_states_fp32
 from tests.harness import same_bits
-from tests.training import same, through_file
+from tests.training import same
 
 
 class Net(nn.Module):
@@ -117,25 +117,6 @@ def test_a_parameter_that_is_frozen_within_a_window_takes_what_came_and_no_more(
     opt.step()  # without zero_grad(), which released gradients do not need
     assert torch.equal(before, model.outer.weight)
     assert opt.state[model.outer.weight]["step"] == 1 and opt.state[model.inner.weight]["step"] == 2
-
-
-@pytest.mark.parametrize("wrapped", ["", "_orig_mod."])
-def test_a_checkpoint_between_steps_continues_bit_for_bit(wrapped: str) -> None:
-    """Random bits go by its names from the first backward on, those of a model that torch.compile wraps too."""
-    a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters()))
-    opt_a.release_gradients(a, clip=0.05)
-    opt_b.release_gradients(b, clip=0.05)
-    train(opt_a, a, 6)
-    train(opt_b, b, 3)
-    saved = through_file({"model": b.state_dict(), "opt": opt_b.state_dict()})
-    c = net()
-    c.load_state_dict(saved["model"])
-    opt_c = optim.AdamW([(f"{wrapped}{name}", p) for name, p in c.named_parameters()])
-    opt_c.release_gradients(c, clip=0.05)
-    opt_c.load_state_dict(saved["opt"])
-    opt_c.param_groups[0].pop("initial_lr")
-    train(opt_c, c, 3, start=3)
-    same(a, c, opt_a, opt_c)
 
 
 def test_parameters_that_are_replaced_in_their_group() -> None:

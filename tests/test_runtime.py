@@ -83,35 +83,7 @@ def test_strides_change_nothing(order: str) -> None:
     assert states(opt) == states(other)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton", "cpp"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("grad", [*DTYPES, torch.float64])
-def test_gradients_of_another_dtype(dtype: torch.dtype, grad: torch.dtype, backend: str) -> None:
-    values = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0, 7.0, -1.0, 1.5, 9.0]).repeat(3, 1)  # exact in every dtype
-    (p,), (q,) = parameters(dtype, [(3, 9)]), parameters(dtype, [(3, 9)])
-    p.grad_dtype = None
-    p.grad, q.grad = values.to(grad), values.to(dtype)
-    kept, version = p.grad.clone(), p.grad._version
-    AdamW([p], lr=0.1, plan="bf16_sr", backend=backend).step()
-    AdamW([q], lr=0.1, plan="bf16_sr", backend=backend).step()
-    assert bits(p) == bits(q)
-    assert torch.equal(p.grad, kept)
-    assert p.grad._version == version
-
-
 # -- what is refused, before anything changes --------------------------------------------------------------
-def test_sparse_gradient_is_refused_before_anything_changes() -> None:
-    params = parameters(torch.bfloat16, [(4, 5), (4, 5)])
-    opt = AdamW(params)
-    train(opt, range(1))
-    before = everything(opt)
-    index, values = torch.tensor([[0]]), torch.ones(1, 5, dtype=torch.bfloat16)
-    params[1].grad = torch.sparse_coo_tensor(index, values, (4, 5), check_invariants=True)
-    with pytest.raises(RuntimeError, match=r"sparse gradients: parameter 1 \("):
-        opt.step()
-    assert everything(opt) == before
-
-
 def test_parameter_of_a_dtype_changed_later() -> None:
     model = nn.Linear(5, 5)
     opt = AdamW(model.named_parameters())

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import optgen
 from optgen.optim import SGD, AdamW, Lion, Muon
 from optgen.runtime import Optimizer
 from optgen.runtime.several import RULE, Several
 from tests import test_torch_contract as contract
-from tests.training import alike, bits, give, params_of
+from tests.training import bits, give, params_of
 
 
 class Divided:
@@ -36,9 +35,6 @@ class Divided:
 
 ASKED: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (contract.test_the_loss_goes_down, ({}, False)),
-    (contract.test_the_rate_and_the_momentum_that_schedulers_set, ("a chain",)),
-    (contract.test_the_rate_and_the_momentum_that_schedulers_set, ("OneCycleLR",)),
-    (contract.test_the_rate_and_the_momentum_that_schedulers_set, ("CyclicLR",)),
     (contract.test_a_rate_that_is_a_tensor, ({}, ())),
     (contract.test_groups_have_options_of_their_own, ()),
     (contract.test_what_a_step_leaves_alone, ({},)),
@@ -161,26 +157,6 @@ def test_a_step_that_one_part_refuses_for_its_mode_changes_nothing(why: str) -> 
     assert bits([p for group in opt.parts["0"].param_groups for p in group["params"]]) == before
     if why == "released gradients":
         handle.remove()
-
-
-# -- frameworks' ways -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("number", range(3))
-def test_a_distributed_checkpoint_goes_on_with_the_same_bits(number: int, flat: bool) -> None:
-    """Also where states were read before there were any."""
-    form = StateDictOptions(flatten_optimizer_state_dict=flat)
-    net = model()
-    opt = made(number, net)
-    train(net, opt, 3)
-    saved = copy.deepcopy(get_optimizer_state_dict(net, opt, options=form))
-    other = copy.deepcopy(net)
-    again = made(number, other)
-    assert not any(again.state[p] for p in other.parameters())
-    set_optimizer_state_dict(other, again, saved, options=form)
-    train(net, opt, 3)
-    train(other, again, 3)
-    assert alike(list(net.state_dict().values()), list(other.state_dict().values()))
-    assert alike(opt.state_dict(), again.state_dict())
 
 
 def train(net: nn.Module, opt: Any, steps: int) -> None:

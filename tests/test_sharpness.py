@@ -69,35 +69,6 @@ def test_steps_are_those_of_another_package(way: str) -> None:
         torch.testing.assert_close(p.double(), q, rtol=near, atol=0.1 * near)
 
 
-def test_a_closure_a_scaler_and_a_run_that_goes_on_make_the_same_steps_of_two_phases() -> None:
-    """Bits of 16-bit weights, in which random bits move the first step; a scale of 2^10 is beside 1e-12 in norms of
-    more than 2^-9, of which 2^-30 is lost to one rounding of the moved weights at most."""
-    cls, ways = optgen.compile(find_spec("gsam(adamw)")), ("steps", "closure", "resumed", "scaled")
-    nets = [model().bfloat16() for _ in ways]
-    opts = [cls(net.named_parameters(), lr=1e-2, rho=0.5, backend="reference") for net in nets]
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.ones(()))
-    for t in range(4):
-        for k, (way, net, opt) in enumerate(zip(ways, nets, opts, strict=True)):
-            def closure(way: str = way, net: Any = net, opt: Any = opt, t: int = t) -> Any:
-                opt.zero_grad()
-                backward(net, t, 1024.0 if way == "scaled" else 1.0)
-                return torch.ones(())
-
-            if way == "closure":
-                assert opt.step(closure) == 1
-                continue
-            for step in (opt.first_step, opt.second_step):
-                closure()
-                step(*[scaler] * (way == "scaled" and step == opt.second_step))
-            if way == "resumed" and t == 1:
-                opts[k] = cls(net.named_parameters(), backend="reference")
-                opts[k].load_state_dict(copy.deepcopy(opt.state_dict()))
-        scaler.update()
-    for p, *others in zip(*(net.parameters() for net in nets), strict=True):
-        assert all(same_bits(p.detach(), q.detach()) for q in others)
-
-
 def test_rules_of_two_phases_refuse_what_would_leave_one_out() -> None:
     net = torch.nn.Linear(4, 3)
     opt = optgen.make("sam(adamw)", net, plan="fp32", rho=0.0)

@@ -46,30 +46,6 @@ def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
     return training.parameters(shapes, seed=3)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton", "cpp"])
-@pytest.mark.parametrize("cls", [AdamW, LAMB])
-def test_gradients_of_any_layout(cls: type[Optimizer], backend: str) -> None:
-    """Transposed, sliced, expanded, channels last, and zero strides: the logical values count."""
-    draw = torch.Generator().manual_seed(4)
-    made = [
-        torch.randn(7, 5, generator=draw).t(),
-        torch.randn(5, 7, 2, generator=draw)[..., 1],
-        torch.randn(5, 14, generator=draw)[:, ::2],
-        torch.randn(5, 1, generator=draw).expand(5, 7),
-        torch.randn(2, 3, 4, 4, generator=draw).to(memory_format=torch.channels_last),
-    ]
-    results = []
-    for contiguous in (False, True):
-        params = parameters(*(g.shape for g in made))
-        opt = cls(params, lr=0.1, plan="fp32", backend=backend)
-        for scale in (1.0, -0.5):
-            for p, g in zip(params, made, strict=True):
-                p.grad = g.clone().contiguous().mul_(scale) if contiguous else g if scale == 1.0 else -0.5 * g
-            opt.step()
-        results.append([p.detach() for p in params])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 BACKENDS = ["reference", "triton", "cpp"]
 
 
@@ -120,31 +96,6 @@ def test_memory_that_was_freed_is_not_read(backend: str, start: int, which: str,
         opt.step()
     assert torch.equal(params[0], before)
     assert {k: s["step"] for k, s in opt.state_dict()["state"].items()} == {k: s["step"] for k, s in kept.items()}
-
-
-@pytest.mark.parametrize(
-    ("backend", "plan", "dtype"),
-    [
-        *((backend, "fp32", torch.float32) for backend in BACKENDS),
-        *((backend, "int8_split24", torch.bfloat16) for backend in ("reference", "cpp")),
-    ],
-)
-def test_gradients_of_zeros_that_lie_nowhere(backend: str, plan: str, dtype: torch.dtype) -> None:
-    """The backward of torch.sgn leaves zeros without memory; of a part of them, at an address that is not 0."""
-    found = []
-    for nowhere in (True, False):
-        params = [p.to(dtype).detach().requires_grad_() for p in parameters((64, 64), (8, 64))]
-        opt = AdamW([("a", params[0]), ("b", params[1])], backend=backend, plan=plan)
-        for k in range(7):
-            opt.zero_grad()
-            both = torch.cat(params)
-            loss = both.square() if k % 4 else both.sgn() if nowhere else both * 0
-            loss.sum().backward()
-            assert all(p.grad is not None and p.grad._is_zerotensor() is (nowhere and k % 4 == 0) for p in params)
-            opt.step()
-        states = [opt.state[p] for p in params]
-        found.append([*params, *(s[key] for s in states for key in s if isinstance(s[key], Tensor))])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_empty_fake_and_meta_tensors_need_no_memory() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 with warnings.catch_warnings():
@@ -94,45 +93,6 @@ def test_the_loss_goes_down(cls: type[Optimizer], kwargs: dict[str, Any], sliced
     for _ in range(20):
         opt.step(closure)
     assert sign * (float(closure()) - first) < 0
-
-
-@pytest.mark.parametrize("kind", ["a chain", "a chain in place", "OneCycleLR", "CyclicLR"])
-@pytest.mark.parametrize("cls", CLASSES)
-def test_the_rate_and_the_momentum_that_schedulers_set(cls: type[Optimizer], kind: str) -> None:
-    """Steps take them as if they were set by hand; a rate that is a tensor is written in place."""
-    ours, by_hand = matrices(), matrices()
-    options = {"momentum": 0.9} if cls.__name__ in ("SGD", "RMSprop") else {}
-    in_place = kind.endswith("in place")
-    opt, other = (
-        cls([{"params": ps[:1]}, {"params": ps[1:], "lr": number(0.01)}], lr=number(0.05), **options)
-        for ps, number in ((ours, torch.tensor if in_place else float), (by_hand, float))
-    )
-    kept = [group["lr"] for group in opt.param_groups]
-    cycles = kind.endswith("LR") and bool({"momentum", "betas"} & opt.defaults.keys())
-    schedulers: list[Any] = []
-    if kind.startswith("a chain"):
-        schedulers += [lr_scheduler.LinearLR(opt, 0.4, total_iters=4), lr_scheduler.ExponentialLR(opt, 0.9)]
-        schedulers += [lr_scheduler.ReduceLROnPlateau(opt, patience=0)]
-    elif kind == "OneCycleLR":
-        schedulers += [lr_scheduler.OneCycleLR(opt, 0.1, total_steps=6, cycle_momentum=cycles)]
-    else:
-        schedulers += [lr_scheduler.CyclicLR(opt, 0.01, 0.1, step_size_up=2, cycle_momentum=cycles)]
-    rates, momenta = set(), set()
-    for step in range(STEPS):
-        for group, mine in zip(other.param_groups, opt.param_groups, strict=True):
-            group.update({key: copy.copy(mine[key]) for key in ("momentum", "betas") if key in mine})
-            group["lr"] = float(mine["lr"])
-        rates.add(float(mine["lr"]))
-        momenta.add(mine["betas"] if "betas" in mine else mine.get("momentum"))
-        give(ours, step)
-        give(by_hand, step)
-        opt.step()
-        other.step()
-        for scheduler in schedulers:
-            scheduler.step(*([1.0 + step] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
-    assert len(rates) > 1 and (len(momenta) > 1) == cycles
-    assert not in_place or all(group["lr"] is rate for group, rate in zip(opt.param_groups, kept, strict=True))
-    assert alike(list(map(Tensor.detach, ours)), list(map(Tensor.detach, by_hand)))
 
 
 @pytest.mark.parametrize(("cls", "kwargs", "shape"), in_turn((), (1,), (1, 1)))

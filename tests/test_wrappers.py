@@ -418,20 +418,6 @@ def test_a_wrapper_that_does_not_fit_is_refused_before_anything_is_made(text: st
     assert caught.value.hint and (caught.value.code == "E404" or caught.value.locs)
 
 
-def test_make_takes_wrapped_rules_by_their_text() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    opt = optgen.make({"0.": "ema(cautious(adamw))", "*": "clipped_value(sgd)"}, model, plan="fp32", lr=0.1)
-    before = [p.detach().clone() for p in model.parameters()]
-    model(torch.ones(2, 8)).sum().backward()
-    opt.step()
-    trained = [p.detach().clone() for p in model.parameters()]
-    assert all(not torch.equal(a, b) for a, b in zip(before, trained, strict=True))
-    opt.scale_rows(model[1].weight, [0.5])
-    assert torch.equal(model[1].weight, 0.5 * trained[2])
-    with pytest.raises(ValueError, match="keeps other weights beside p"):
-        opt.scale_rows(model[0].weight, [0.5])
-
-
 @wrapper(cite="a test")
 def shy(
     rule, p, g, t, seen=state(nonneg), *, alpha=hyper(0.5, ge=0, le=1), now=flag(every="shy_k"), shy_k=hyper(2, ge=1)
