@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ from optgen.ops import dtypes
 from optgen.runtime import files
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import messages, plans, sharded_states, sharding
+from optgen.runtime.records.fp32_modules import keep_states_fp32
 from optgen.runtime.reference import matrices
 from optgen.verify.differential import Values, compare, enclose, oracle
 from optgen.verify.intervals import FAST
@@ -89,10 +90,13 @@ class Here:
     device: str
     backend: str
     folder: Path
+    meshes: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict)
 
     def mesh(self, *shape: int) -> DeviceMesh:
         names = ("outer", "inner")[-len(shape) :]
-        return init_device_mesh(self.device, shape, mesh_dim_names=names)
+        if shape not in self.meshes:
+            self.meshes[shape] = init_device_mesh(self.device, shape, mesh_dim_names=names)
+        return self.meshes[shape]
 
     def values(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Random numbers, the same on all ranks."""
@@ -148,10 +152,13 @@ class Runs:
     def step(self, count: int = 1) -> None:
         """Both make so many steps and are the same."""
         for _ in range(count):
-            self.give(lambda piece: self.here.values(*piece.value.shape, dtype=piece.value.dtype))
+            self.draw()
             self.one.step()
             self.many.step()
         self.same()
+
+    def draw(self) -> None:
+        self.give(lambda piece: self.here.values(*piece.value.shape, dtype=piece.value.dtype))
 
     def give(self, gradient: Callable[[Piece], Tensor]) -> None:
         for piece, p, q in zip(self.pieces, self.alone, self.parts, strict=True):
@@ -241,17 +248,50 @@ def drifting(p, g, momentum=state(), *, lr=hyper(1e-3, ge=0)):
     return p, momentum
 
 
+TWO = [
+    (Replicate(), Shard(0)),
+    (Shard(0), Replicate()),
+    (Shard(1), Replicate()),
+    (_StridedShard(0, split_factor=2), Shard(0)),
+    (Shard(0), Shard(1)),
+    (Shard(1), Shard(0)),
+    (Shard(0), Shard(0)),
+]
+"""Ways to lie over 2 by 2 ranks: hybrid sharding, fully sharded with tensor parallelism, and both dimensions cut."""
+
+
+def over_two(here: Here, *shape: int) -> list[Piece]:
+    """Parameters in each of these ways, on four ranks."""
+    lie = TWO if here.world == 4 else []
+    return [Piece(here.values(*shape, dtype=torch.bfloat16), here.mesh(2, 2), kind) for kind in lie]
+
+
 @case(2, 3, 4)
-def rows_of_element_wise_rules(here: Here) -> None:
-    """Uneven parts, ranks without rows, vectors."""
-    mesh = here.mesh(here.world)
-    for cls, plan in (
-        (optim.AdamW, "int8_split24"),
-        (optim.AdamW, "bf16_kahan"),
-        (optim.Lion, "int8_split24"),
-        (optgen.compile(drifting, plan="int8_split24"), "int8_split24"),
+def element_wise_rules(here: Here) -> None:
+    """Uneven parts, ranks without rows, vectors; columns in whole blocks, or any number without blocks; replicas; all
+    in one group, with meshes of two dimensions."""
+    n, mesh = here.world, here.mesh(here.world)
+    in_blocks = [(40, 128 * n), (40, 64 * n), (40, 128 * n - 1), (5, 64 * n, 3, 3)]
+    unlike = [(40, 26 * n + 1), (1000, 3), (9, 1601), (6, 2 * n, 3, 3)]
+    for cls, plan, columns in (
+        (optim.AdamW, "int8_split24", in_blocks),
+        (optim.AdamW, "bf16_kahan", []),
+        (optim.AdamW, "bf16_sr", unlike),
+        (optim.AdamW, "fp32_master", [(40, 26 * n + 1), (3, 4, 5, 7)]),
+        (optim.Lion, "int8_split24", []),
+        (optgen.compile(drifting, plan="int8_split24"), "int8_split24", []),
     ):
-        Runs(here, cls, rows(here, mesh, UNEVEN, torch.bfloat16), plan=plan).step(3)
+        pieces = rows(here, mesh, UNEVEN, torch.bfloat16)
+        pieces += [Piece(here.values(*shape, dtype=torch.bfloat16), mesh, [Shard(1)]) for shape in columns]
+        pieces += [Piece(here.values(33, 65, dtype=torch.bfloat16), mesh, [Replicate()])]
+        pieces += [Piece(here.values(65, dtype=torch.bfloat16))]
+        if plan == "fp32_master":
+            pieces += [Piece(here.values(4, 5, 6, dtype=torch.bfloat16), mesh, [Shard(2)])]
+        if columns and n == 4:
+            pieces += over_two(here, 36, 256)
+            for shape, kind in (((8192 + 64,), TWO[0]), ((8192 + 64,), TWO[1]), ((70, 64), TWO[3])):  # 18 and 17 rows
+                pieces.append(Piece(here.values(*shape, dtype=torch.bfloat16), here.mesh(2, 2), kind))
+        Runs(here, cls, pieces, plan=plan).step(2)
 
 
 @case(2)
@@ -279,60 +319,17 @@ def inputs_and_two_gradients(here: Here) -> None:
     assert all(x.to_local().is_contiguous() and whole(x).eq(0).all() for x in saved)
     with refused(ValueError, "must be [97, 130]"):
         runs.many.feed(hessian={runs.parts[0]: distribute_tensor(here.values(97, 131), mesh, [Shard(0)])})
-    sams = [optgen.SAM(opt, rho=300.0) for _, opt in runs.sides()]
-    for second in (False, True):
-        for (params, _), sam in zip(runs.sides(), sams, strict=True):
-            for p in params:
-                p.grad = p.detach().square() if second else 0.5 * p.detach()
-            (sam.second_step if second else sam.first_step)()
-        for p, q in zip(runs.alone, runs.parts, strict=True):  # torch adds parts with other fused roundings
-            near = (p.grad, whole(q.grad)) if second else (p.detach(), whole(q))
-            torch.testing.assert_close(*near, rtol=2.0**-6, atol=2.0**-6)
     two = optgen.compile("gsam(adamw)", plan="fp32")
-    runs = Runs(here, two, rows(here, mesh, UNEVEN, torch.bfloat16), plan="fp32", rho=300.0)
-    for second in (False, True) * 2:
-        runs.give(lambda piece: here.values(*piece.value.shape, dtype=piece.value.dtype))
-        for _, opt in runs.sides():
-            (opt.second_step if second else opt.first_step)()
-        for p, q in zip(runs.alone, runs.parts, strict=True):  # their norms are sums in another order
-            torch.testing.assert_close(p.detach(), whole(q), rtol=2.0**-6, atol=2.0**-6)
-
-
-@case(2, 3)
-def columns_of_element_wise_rules(here: Here) -> None:
-    """Cut along columns: whole blocks, or no blocks at all and any number of columns."""
-    n, mesh = here.world, here.mesh(here.world)
-    for plan, shapes in (
-        ("int8_split24", [(40, 128 * n), (40, 64 * n), (40, 128 * n - 1), (5, 64 * n, 3, 3)]),
-        ("bf16_sr", [(40, 26 * n + 1), (1000, 3), (9, 1601), (6, 2 * n, 3, 3)]),
-        ("fp32_master", [(40, 26 * n + 1), (3, 4, 5, 7)]),
-    ):
-        pieces = [Piece(here.values(*shape, dtype=torch.bfloat16), mesh, [Shard(1)]) for shape in shapes]
-        if plan == "fp32_master":
-            pieces.append(Piece(here.values(4, 5, 6, dtype=torch.bfloat16), mesh, [Shard(2)]))
-        pieces.append(Piece(here.values(33, 65, dtype=torch.bfloat16), mesh, [Replicate()]))
-        pieces.append(Piece(here.values(65, dtype=torch.bfloat16)))
-        Runs(here, optim.AdamW, pieces, plan=plan).step(3)
-
-
-@case(4)
-def meshes_of_two_dimensions(here: Here) -> None:
-    """Hybrid sharding, fully sharded with tensor parallelism, and both dimensions cut; meshes mixed in one group."""
-    mesh = here.mesh(2, 2)
-    kinds = [
-        (Replicate(), Shard(0)),
-        (Shard(0), Replicate()),
-        (_StridedShard(0, split_factor=2), Shard(0)),
-        (Shard(0), Shard(1)),
-        (Shard(1), Shard(0)),
-        (Shard(0), Shard(0)),
-    ]
-    for plan in ("int8_split24", "bf16_sr"):
-        pieces = [Piece(here.values(36, 256, dtype=torch.bfloat16), mesh, kind) for kind in kinds]
-        pieces += [Piece(here.values(8192 + 64, dtype=torch.bfloat16), mesh, kind) for kind in kinds[:2]]
-        pieces.append(Piece(here.values(37, 256, dtype=torch.bfloat16), here.mesh(4), [Shard(0)]))
-        pieces.append(Piece(here.values(70, 64, dtype=torch.bfloat16), mesh, kinds[2]))  # parts of 18 and 17 rows
-        Runs(here, optim.AdamW, pieces, plan=plan).step(2)
+    for cls, plan in ((optim.AdamW, "int8_split24"), (two, "fp32")):
+        far = {"rho": 300.0} if cls is two else {}
+        runs = Runs(here, cls, rows(here, mesh, UNEVEN, torch.bfloat16), plan=plan, **far)
+        opts = [opt if cls is two else optgen.SAM(opt, rho=300.0) for _, opt in runs.sides()]
+        for second in (False, True) * 2:
+            runs.draw()
+            for opt in opts:
+                (opt.second_step if second else opt.first_step)()
+            for p, q in zip(runs.alone, runs.parts, strict=True):  # their norms are sums in another order
+                torch.testing.assert_close(p.detach(), whole(q), rtol=2.0**-6, atol=2.0**-6)
 
 
 @case(2, 3)
@@ -384,11 +381,6 @@ def matrix_states(here: Here) -> None:
     n, mesh = here.world, here.mesh(here.world)
     pieces = rows(here, mesh, [*FACTORS, (130,), (8 * n, 3)], torch.bfloat16)
     across = [Piece(here.values(*shape, dtype=torch.bfloat16), mesh, [Shard(1)]) for shape in ((3, 8, 9), (9, 8 * n))]
-    if n == 4:
-        kinds = [(Replicate(), Shard(0)), (Shard(1), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(0))]
-        kinds.append((_StridedShard(0, split_factor=2), Shard(0)))
-        pieces += [Piece(here.values(36, 256, dtype=torch.bfloat16), here.mesh(2, 2), kind) for kind in kinds]
-        pieces.append(Piece(here.values(6, 16, 24, dtype=torch.bfloat16), here.mesh(2, 2), kinds[0]))
     for cls, plan, name, room in (
         (optgen.compile(factors, plan="fp32"), "fp32", "left", None),
         (optgen.compile(factors, plan="int8_split24"), "int8_split24", "left", 8 * 16 * 24),
@@ -421,7 +413,7 @@ def an_infinity_on_one_rank(here: Here) -> None:
             for (params, opt), sharded in zip(runs.sides(), (False, True), strict=True):
                 params.append(runs.pieces[-1].parameter(sharded))
                 opt.add_param_group({"params": params[-1:], "lr": 2e-2})
-        runs.give(lambda piece: here.values(*piece.value.shape, dtype=piece.value.dtype))
+        runs.draw()
         with one_at_a_time(True):
             runs.one.step()
             scaler.scale(torch.zeros((), device=here.device))
@@ -447,13 +439,11 @@ def matrices_have_one_worker(here: Here) -> None:
     pieces.append(Piece(here.values(40, 64 * here.world, dtype=torch.bfloat16), mesh, [Shard(1)]))
     if here.world == 4:
         mesh = here.mesh(2, 2)
-        kinds = [(Replicate(), Shard(0)), (Shard(1), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(0))]
-        kinds.append((_StridedShard(0, split_factor=2), Shard(0)))
-        pieces += [Piece(here.values(36, 256, dtype=torch.bfloat16), mesh, kind) for kind in kinds]
-        pieces.append(Piece(here.values(6, 16, 24, dtype=torch.bfloat16), mesh, kinds[0]))
+        pieces += over_two(here, 36, 256)
+        pieces.append(Piece(here.values(6, 16, 24, dtype=torch.bfloat16), mesh, TWO[0]))
         half = init_device_mesh(here.device, (2, 2, 1), mesh_dim_names=("a", "b", "c"))["a", "c"]
         pieces.append(Piece(here.values(33, 64, dtype=torch.bfloat16), half, [Shard(0), Replicate()]))
-        pieces.append(Piece(here.values(72, 4, dtype=torch.bfloat16), mesh, kinds[0]))
+        pieces.append(Piece(here.values(72, 4, dtype=torch.bfloat16), mesh, TWO[0]))
     single = sum(len(piece.value) if piece.value.ndim == 3 else 1 for piece in pieces) + (here.world == 4)
     expected = single + 2 * sum(piece.value.numel() < 300 for piece in pieces)
     runs, worked = Runs(here, optim.Muon, pieces, plan="int8_split24", blocks=blocks), torch.zeros(())
@@ -466,7 +456,7 @@ def matrices_have_one_worker(here: Here) -> None:
         return function(x, *given)
 
     for room in (2**29, 4 * 16 * 24):
-        runs.give(lambda piece: here.values(*piece.value.shape, dtype=piece.value.dtype))
+        runs.draw()
         with one_at_a_time(room < 2**29 or here.device == "cuda"):
             runs.one.step()
             worked.zero_()
@@ -484,7 +474,7 @@ def matrices_have_one_worker(here: Here) -> None:
     assert any(p.to_local().isnan().any() for p in runs.parts)
     cls, error = optgen.compile(factors, plan="fp32"), mock.Mock(side_effect=ArithmeticError("on this rank"))
     runs = Runs(here, cls, pieces[:1], plan="fp32")
-    runs.give(lambda piece: here.values(*piece.value.shape, dtype=piece.value.dtype))
+    runs.draw()
     with mock.patch.object(sys.modules[cls.__module__], "inverse_root", error), suppress(ArithmeticError):
         runs.many.step()
     assert runs.many.state[runs.parts[0]]["left"].to_local().isnan().all()
@@ -565,14 +555,15 @@ SUMMING = (
 
 @case(2, 4)
 def sums_over_rows_and_columns(here: Here) -> None:
-    """Statistics are those of the whole tensor: uneven parts, ranks without rows, columns cut, stacks of matrices."""
+    """Statistics are those of the whole tensor: uneven parts, ranks without rows, columns cut, stacks of matrices, both
+    dimensions cut; replicas are not counted twice."""
     mesh = here.mesh(here.world)
     plans = [("fp32", name) for name in SUMMING] if here.world == 2 else []
     for plan, name in (*plans, *(("int8_split24", name) for name in ("came", "lamb", "sm3"))):
         dtype = torch.float32 if plan == "fp32" else torch.bfloat16
         pieces = rows(here, mesh, [(97, 130), (3, 1500), (5, 3, 16, 16)][here.world // 4 :], dtype)
         pieces.append(Piece(here.values(70, 64 * here.world, dtype=dtype), mesh, [Shard(1)]))
-        enclosed(here, name, plan, pieces)
+        enclosed(here, name, plan, [*pieces, *over_two(here, 40, 256)])
 
 
 @case(2, 4)
@@ -602,7 +593,7 @@ def sums_beside_functions_of_matrices(here: Here) -> None:
         group = runs.one.param_groups[0]
         for k in range(4):
             before = [kept(p, runs.one) for p in runs.alone]
-            runs.give(lambda piece: here.values(*piece.value.shape))
+            runs.draw()
             with one_at_a_time(True):
                 runs.one.step()
                 runs.many.step()
@@ -650,22 +641,6 @@ def blocks_of_rows(here: Here) -> None:
         piece = Piece(here.values(*shape), mesh, [Shard(dim)])
         with refused(ValueError, word, "`blocks`"):
             cls([piece.parameter(True)], blocks={"numel > 0": 3})
-
-
-@case(4)
-def sums_over_two_mesh_dimensions(here: Here) -> None:
-    """Replicas are not counted twice; both dimensions cut."""
-    mesh = here.mesh(2, 2)
-    kinds = [
-        (Replicate(), Shard(0)),
-        (Shard(0), Shard(1)),
-        (_StridedShard(0, split_factor=2), Shard(0)),
-        (Shard(1), Replicate()),
-    ]
-    for name in ("came", "lamb", "sm3"):
-        enclosed(
-            here, name, "int8_split24", [Piece(here.values(40, 256, dtype=torch.bfloat16), mesh, k) for k in kinds]
-        )
 
 
 @case(2, 3)
@@ -783,45 +758,41 @@ def built(here: Here, width: int = 130) -> Model:
 
 
 @case(2)
-def replicas_stay_alike(here: Here) -> None:
-    """DistributedDataParallel with stochastic rounding: all ranks keep the same bits, though they see other batches."""
-    model = built(here).to(torch.bfloat16)
-    replica = nn.parallel.DistributedDataParallel(model)
-    opt = optim.AdamW(replica.named_parameters(), plan="int8_split24", backend=here.backend)
-    for _ in range(4):
-        x = here.values(2, 16, 64, dtype=torch.bfloat16)[here.rank]
-        opt.zero_grad()
-        replica(x).square().mean().backward()
-        opt.step()
-    for p in model.parameters():
-        everywhere(p)
-        for value in opt.state[p].values():
-            everywhere(value if isinstance(value, Tensor) else torch.tensor(value))
-
-
-@case(2)
-def states_by_rank(here: Here) -> None:
-    """ZeroRedundancyOptimizer: each rank steps its share of the parameters as one optimizer steps them all."""
-    models = [nn.parallel.DistributedDataParallel(built(here)) for _ in range(2)]
-    options = {"lr": 1e-2, "plan": "fp32", "backend": here.backend}
-    zero = ZeroRedundancyOptimizer(models[0].parameters(), optimizer_class=optim.AdamW, **options)
-    usual = optim.AdamW(models[1].parameters(), **options)
-    for _ in range(2):
+def replicas(here: Here) -> None:
+    """DistributedDataParallel: all ranks keep the same bits, also under stochastic rounding, though they see other
+    batches; with ZeroRedundancyOptimizer each steps its share of the parameters as one optimizer steps them all."""
+    models = [nn.parallel.DistributedDataParallel(built(here)) for _ in range(3)]
+    options = {"lr": 1e-2, "backend": here.backend}
+    zero = ZeroRedundancyOptimizer(models[0].parameters(), optimizer_class=optim.AdamW, plan="fp32", **options)
+    usual = optim.AdamW(models[1].parameters(), plan="fp32", **options)
+    coded = optim.AdamW(models[2].named_parameters(), plan="int8", **options)
+    for _ in range(3):
         x = here.values(2, 16, 64)[here.rank]
-        for model, opt in zip(models, (zero, usual), strict=True):
+        for model, opt in zip(models, (zero, usual, coded), strict=True):
             opt.zero_grad()
             model(x).square().mean().backward()
             opt.step()
-    for p, q in zip(*(model.parameters() for model in models), strict=True):
+    for p, q, r in zip(*(model.parameters() for model in models), strict=True):
         alike(q.detach(), p.detach(), "the weight")
+        for value in (p, r, *coded.state[r].values()):
+            everywhere(value if isinstance(value, Tensor) else torch.tensor(value))
     assert 0 < len(zero.optim.state) < len(usual.state)
 
 
 @case(2, 4)
 def fully_sharded(here: Here) -> None:
-    """fully_shard, alone and with tensor parallelism: the bits of one rank that has the same gradients."""
-    for cls in (optim.AdamW, optim.SOAP):
+    """fully_shard, alone and with tensor parallelism: the bits of one rank that has the same gradients.  Overrides, and
+    modules with fp32 states, are decided on the whole tensor."""
+    chosen: dict[Any, str] = {nn.LayerNorm: "bf16_sr", "numel >= 8192": "split32"}  # in all; fewer are here
+    for cls, plan, overrides in (
+        (optim.AdamW, "int8", None),
+        (optim.SOAP, "int8", None),
+        (optim.AdamW, "int8_split24", chosen),
+    ):
         model = built(here, 128)
+        if overrides:
+            keep_states_fp32(model.to(torch.bfloat16).down)
+        alone = copy.deepcopy(model)
         if here.world == 4:
             mesh = here.mesh(2, 2)
             parallelize_module(
@@ -833,20 +804,21 @@ def fully_sharded(here: Here) -> None:
         else:
             fully_shard(model.up)
             fully_shard(model)
-        opt = cls(model.named_parameters(), lr=1e-2, plan="int8", backend=here.backend)
-        alone = {name: nn.Parameter(whole(p)) for name, p in model.named_parameters()}
-        other = cls(alone.items(), lr=1e-2, plan="int8", backend=here.backend)
+        options = {"lr": 1e-2, "plan": plan, "backend": here.backend}
+        opt, other = (cls(m.named_parameters(), overrides=overrides, module=m, **options) for m in (model, alone))
+        assert opt.plans() == other.plans()
+        assert not overrides or {"split32", "bf16_sr", "int8_split24 (fp32 states)"} <= {*opt.plans().values()}
         for _ in range(3):
             opt.zero_grad()
-            model(here.values(16, 64)).square().mean().backward()
-            for name, p in model.named_parameters():
-                alone[name].grad = whole(p.grad)
+            model(here.values(16, 64, dtype=alone.up.weight.dtype)).float().square().mean().backward()
+            for (_, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+                q.grad = whole(p.grad)
             with one_at_a_time(True):
                 opt.step()
                 other.step()
-            for name, p in model.named_parameters():
-                alike(alone[name].detach(), p.detach(), name)
-                alike_states(other, alone[name], opt, p, name)
+            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+                alike(q.detach(), p.detach(), name)
+                alike_states(other, q, opt, p, name)
                 assert all(isinstance(x, DTensor) for x in opt.state[p].values() if isinstance(x, Tensor))
 
 
@@ -896,55 +868,11 @@ def gradients_released(here: Here) -> None:
                 o.step()
                 m.zero_grad()
         for (key, p), (_, q) in zip(ours, theirs, strict=True):
-            what = f"{key} under {name}"
-            assert torch.equal(p.to_local(), q.to_local()), what
-            assert opt.state[p].keys() == usual.state[q].keys() and opt.state[p]["step"] == 2, what
-            for field_name, value in usual.state[q].items():
-                if isinstance(value, Tensor):
-                    found = opt.state[p][field_name]
-                    assert torch.equal(sharding.local(value), sharding.local(found)), f"{field_name} of {what}"
+            made, wanted = ({"p": x.detach(), **o.state[x]} for x, o in ((p, opt), (q, usual)))
+            assert made["step"] == 2 and made.keys() == wanted.keys(), (key, name)
+            for field_name, value in kept(q, usual).items():
+                assert torch.equal(sharding.local(value), sharding.local(made[field_name])), (field_name, key, name)
         handle.remove()
-
-
-class Tokens(nn.Module):
-    """A stable embedding, a matrix, a normalization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = optgen.StableEmbedding(33, 130)
-        self.body, self.norm = nn.Linear(130, 97), nn.LayerNorm(97)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.body(self.embed(x)))
-
-
-@case(2)
-def keeps_what_matters(here: Here) -> None:
-    """Overrides and modules with fp32 states, through fully_shard: decided on the whole tensor, as on one rank."""
-    torch.manual_seed(SEED)
-    alone = Tokens().to(here.device, torch.bfloat16)
-    model = copy.deepcopy(alone)
-    fully_shard(model.embed)
-    fully_shard(model)
-    # 97 * 130 elements in all, half of them here
-    options = {"lr": 1e-2, "plan": "int8_split24", "backend": here.backend}
-    rules: dict[Any, str] = {nn.LayerNorm: "bf16_sr", "numel >= 12610": "split32"}
-    opt, other = (optim.AdamW(m.named_parameters(), overrides=rules, module=m, **options) for m in (model, alone))
-    assert opt.plans() == other.plans()
-    assert opt.plans()["embed.weight"] == "int8_split24 (fp32 states)"
-    assert opt.plans()["body.weight"] == "split32" and opt.plans()["norm.bias"] == "bf16_sr"
-    tokens = torch.arange(33, device=here.device)
-    for _ in range(2):
-        model(tokens).float().square().mean().backward()
-        for (_, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-            q.grad = whole(p.grad)
-        for o in (opt, other):
-            o.step()
-            o.zero_grad()
-        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-            alike(q.detach(), p.detach(), name)
-            alike_states(other, q, opt, p, name)
-    assert opt.state[model.embed.weight]["exp_avg"].dtype == torch.float32
 
 
 @case(2)
@@ -989,93 +917,64 @@ def flattened(here: Here) -> None:
         optim.AdamW(model.parameters(), plan="fp32", backend=here.backend)
 
 
-class Bag(nn.Module):
-    """Parameters of many shapes, cut along dimension 0."""
-
-    def __init__(self, here: Here, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> None:
-        super().__init__()
-        mesh = here.mesh(here.world)
-        for k, piece in enumerate(rows(here, mesh, shapes, dtype)):
-            self.register_parameter(f"p{k}", piece.parameter(True))
-
-    def train_on(self, here: Here, opt: Any, steps: int) -> None:
-        for _ in range(steps):
-            for p in self.parameters():
-                p.grad = distribute_tensor(here.values(*p.shape, dtype=p.dtype), p.device_mesh, p.placements)
-            with one_at_a_time(True):
-                opt.step()
-
-
 SAVED = (
-    ("AdamW", "int8_split24", torch.bfloat16, True),
-    ("AdamW", "bf16_sr", torch.bfloat16, False),
-    ("Muon", "int8_split24", torch.bfloat16, False),
-    ("factors", "int8_split24", torch.bfloat16, True),
-    ("GaLore", "int8_split24", torch.bfloat16, False),
+    ("AdamW", "int8_split24", True),
+    ("AdamW", "bf16_sr", False),
+    ("Muon", "int8_split24", False),
+    ("factors", "int8_split24", True),
+    ("GaLore", "int8_split24", False),
 )
 
 
-def checkpointed(here: Here, k: int) -> tuple[Bag, Any, Path, bool]:
-    name, plan, dtype, flat = SAVED[k]
+def trained(here: Here, k: int) -> tuple[Runs, Path, StateDictOptions]:
+    """Two steps on any number of ranks, the same on all; where they are saved."""
+    name, plan, flat = SAVED[k]
     here.restart()
-    bag = Bag(here, dtype, FACTORS if name == "factors" else UNEVEN)
     cls = optgen.compile(factors, plan=plan) if name == "factors" else getattr(optim, name)
-    opt = cls(bag.named_parameters(), lr=1e-2, plan=plan, backend=here.backend)
-    return bag, opt, here.folder / f"{name}_{plan}", flat
+    pieces = rows(here, here.mesh(here.world), FACTORS if name == "factors" else UNEVEN, torch.bfloat16)
+    runs = Runs(here, cls, pieces, plan=plan)
+    with one_at_a_time(True):
+        runs.step(2)
+    return runs, here.folder / f"{name}_{plan}", StateDictOptions(flatten_optimizer_state_dict=flat)
+
+
+def contents(params: Sequence[nn.Parameter], opt: Any, options: StateDictOptions) -> tuple[nn.Module, dict[str, Any]]:
+    """A module of the parameters, and what a folder has of both."""
+    module = nn.ParameterDict({f"p{k}": p for k, p in enumerate(params)})
+    return module, {"weights": module.state_dict(), "opt": get_optimizer_state_dict(module, opt, options=options)}
 
 
 @case(2)
 def saves_for_other_ranks(here: Here) -> None:
-    """torch.distributed.checkpoint, waiting for it and not; what the run comes to is kept for those that go on."""
+    """torch.distributed.checkpoint, waiting for it and not."""
     for k in range(len(SAVED)):
-        bag, opt, folder, flat = checkpointed(here, k)
-        bag.train_on(here, opt, 2)
-        options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        saved = {"weights": bag.state_dict(), "optimizer": get_optimizer_state_dict(bag, opt, options=options)}
+        runs, folder, options = trained(here, k)
+        _, saved = contents(runs.parts, runs.many, options)
         if k:
             dcp.async_save(saved, checkpoint_id=str(folder)).result()
         else:
             dcp.save(saved, checkpoint_id=str(folder))
-        bag.train_on(here, opt, 2)
-        final = {name: whole(p) for name, p in bag.named_parameters()}
-        states = {
-            name: {key: whole(x) if isinstance(x, Tensor) else x for key, x in opt.state[p].items()}
-            for name, p in bag.named_parameters()
-        }
-        if here.rank == 0:
-            torch.save({"weights": final, "states": states}, folder / "expected.pt")
 
 
 @case(4, 3, 1, 2)
 def loads_what_other_ranks_saved(here: Here) -> None:
     """Loaded on another number of ranks, training goes on bit for bit."""
-    there = all((checkpointed(here, k)[2] / "expected.pt").exists() for k in range(len(SAVED)))
+    there = all((here.folder / f"{name}_{plan}" / ".metadata").exists() for name, plan, _ in SAVED)
     dist.barrier()
     if not there:  # no run before this one
         saves_for_other_ranks(here)
         dist.barrier()
     for k in range(len(SAVED)):
-        bag, opt, folder, flat = checkpointed(here, k)
-        expected = torch.load(folder / "expected.pt", map_location=here.device)
-        weights = [whole(p) for p in bag.parameters()]
-        for _ in range(2):  # the gradients of the steps that were saved
-            for p in bag.parameters():
-                here.values(*p.shape, dtype=p.dtype)
-        options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        room = {"weights": bag.state_dict(), "optimizer": get_optimizer_state_dict(bag, opt, options=options)}
-        for p, before in zip(bag.parameters(), weights, strict=True):  # states are made by a step that changes nothing
-            alike(before, p.detach(), "the weight")
-        dcp.load(room, checkpoint_id=str(folder))
-        bag.load_state_dict(room["weights"])
-        set_optimizer_state_dict(bag, opt, room["optimizer"], options=options)
-        bag.train_on(here, opt, 2)
-        for name, p in bag.named_parameters():
-            alike(expected["weights"][name], p.detach(), name)
-            for key, value in expected["states"][name].items():
-                if isinstance(value, Tensor):
-                    alike(value, opt.state[p][key], f"{key} of {name}")
-                else:
-                    assert value == opt.state[p][key]
+        runs, folder, options = trained(here, k)
+        runs.parts = [nn.Parameter(torch.zeros_like(p)) for p in runs.parts]
+        runs.many = type(runs.one)(runs.parts, lr=0.5, plan=SAVED[k][1], backend=here.backend)
+        module, found = contents(runs.parts, runs.many, options)
+        assert all(whole(p).eq(0).all() for p in runs.parts)  # states are made by a step that changes nothing
+        dcp.load(found, checkpoint_id=str(folder))
+        module.load_state_dict(found["weights"])
+        set_optimizer_state_dict(module, runs.many, found["opt"], options=options)
+        with one_at_a_time(True):
+            runs.step(2)
 
 
 @case(2)
