@@ -27,7 +27,7 @@ EMULATED = (
 elements, what emulation notices; then fast maths, one that is counted on the device."""
 
 OF_ONE_SWEEP = [f"tests/test_triton_strict.py::test_same_bits[{'-'.join(map(str, case))}]" for case in CASES]
-"""Strict rules of one sweep under each kind of plan, of which every day has eight; `make test-full` emulates all plans
+"""Strict rules of one sweep under each kind of plan, of which every day has four; `make test-full` emulates all plans
 (tests/test_whole_product.py)."""
 
 CACHE = str(ROOT / ".pytest_cache" / "emulated")
@@ -50,7 +50,7 @@ def test_an_assembler_that_fuses_in_strict_maths_is_warned_of(
 @pytest.mark.long
 def test_compiled_kernels_are_right_in_the_emulator(compiling: dict[str, str]) -> None:
     pytest.importorskip("triton")
-    drawn = random.Random(os.environ["OPTGEN_SAMPLE_SEED"]).sample(OF_ONE_SWEEP, 8)
+    drawn = random.Random(os.environ["OPTGEN_SAMPLE_SEED"]).sample(OF_ONE_SWEEP, 4)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow"]
     env = {**compiling, "OPTGEN_EMULATE": "90", "OPTGEN_RACES": "1", "OPTGEN_ASSEMBLED": "8", "TRITON_CACHE_DIR": CACHE}
     done = subprocess.run([*command, *drawn, *EMULATED], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
