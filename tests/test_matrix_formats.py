@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import optgen
-from optgen import optim
 from optgen.base.errors import UserError
 from optgen.driver.explain import explain
 from optgen.formats import Plan, floats
@@ -315,28 +314,6 @@ def test_checkpoints_keep_bits_and_other_plans_are_converted(tmp_path: Path) -> 
     wrong["state"][0]["left_scale"] = torch.full((32, 1), -128, dtype=torch.int16)  # 0xFF80 reads as NaN
     with pytest.raises(ValueError, match=r"left: expected numbers, .* are NaN"):
         again.load_state_dict(wrong)
-
-
-@pytest.mark.parametrize(
-    ("name", "period", "coded"),
-    [
-        ("SOAP", "precondition_frequency", {"left", "right", "basis_left", "basis_right"}),
-        ("Shampoo", "precondition_frequency", {"root_left", "root_right"}),
-        ("KLShampoo", "precondition_frequency", {"basis_left", "basis_right"}),
-        ("SPlus", "inverse_every", {"basis_left", "basis_right"}),
-        ("Conda", "update_proj_gap", {"basis"}),
-        ("Kron", "precondition_frequency", {"left", "right"}),
-        ("GaLore", "update_proj_gap", {"projector", "low_avg", "low_avg_sq"}),
-        ("APOLLO", "update_proj_gap", {"low_avg", "low_avg_sq"}),
-        ("Dion", "", {"q"}),
-    ],
-)
-def test_all_steps_of_a_rule_keep_matrix_states_alike(name: str, period: str, coded: set[str]) -> None:
-    p = nn.Parameter(drawn(64, 80))
-    opt = getattr(optim, name)([("w", p)], plan="int8", backend="reference", **({period: 2} if period else {}))
-    for t in range(4):
-        stepped(opt, p, t)
-    assert {k.removesuffix("_codes") for k, v in opt.state[p].items() if getattr(v, "dtype", 0) == torch.int8} == coded
 
 
 def test_what_is_relative_changes_with_its_root_and_random_bits_are_counted_on_the_host() -> None:

@@ -400,8 +400,7 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)], ids=str)
-def test_a_weight_without_gradient_comes_to_rest(betas: tuple[float, float]) -> None:
+def test_a_weight_without_gradient_comes_to_rest() -> None:
     """It drifts no more than 1.1 times as far as in fp64 when its gradient has stopped: no momentum code is stuck.
 
     One of eight elements in every block; the others go on as before, so that the block's scales stay.
@@ -410,7 +409,7 @@ def test_a_weight_without_gradient_comes_to_rest(betas: tuple[float, float]) -> 
     weight = torch.randn(2048, generator=draw)
     size = 1e-3 * torch.exp2(torch.randn(weight.shape, generator=draw))
     dead = torch.arange(len(weight)) % 8 == 5
-    options = dict(lr=LR, betas=betas, weight_decay=0.0)
+    options = dict(lr=LR, betas=(0.9, 0.999), weight_decay=0.0)
     run, exact = Run(build(cell), weight, **options), Oracle(build(cell), weight, **options)
     start = weight.double()
     for k in range(warm + after):
