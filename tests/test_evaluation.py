@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import optgen
 from optgen.convert.files import convert
+from tests.machine import EDITS, WAYS
 from tests.training import bits, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -124,36 +125,11 @@ def test_a_conversion_keeps_both_weights(tmp_path: Path) -> None:
 # -- averages of weights that others change between steps ------------------------------------------------------------
 
 
-def clamped(p: Tensor) -> None:
-    p.clamp_(-0.5, 0.5)
-
-
-def clamped_unseen(p: Tensor) -> None:
-    p.data.clamp_(-0.5, 0.5)  # of which p's own version says nothing
-
-
-def masked(p: Tensor) -> None:
-    p.mul_((torch.arange(p.numel()) % 3 > 0).reshape(p.shape))
-
-
-def shortened(p: Tensor) -> None:
-    p.copy_(torch.renorm(p.float(), 2, 0, 0.25))
-
-
-def replaced(p: Tensor) -> None:
-    p.data = p.data.flip(0) * 2
-
-
-def jumped(p: Tensor) -> None:
-    p.fill_(100.0 if p.flatten()[0] < 100 else -3.0)
-
-
-EDITS = (clamped, clamped_unseen, masked, shortened, replaced, jumped)
 SHOWING = ("fp32", "int8", "int8_split24", "int4_split24", "split32", "bf16_sr", "torchao8")
 """Plans under which a step begins with the weight at hand, as docs/checkpoints.md says."""
 
 
-@pytest.mark.parametrize("number", [*range(6), *(pytest.param(i, marks=pytest.mark.full) for i in range(6, 90))])
+@pytest.mark.parametrize("number", [*range(7), *(pytest.param(i, marks=pytest.mark.full) for i in range(7, 90))])
 def test_the_average_is_that_of_the_weights_at_hand(number: int) -> None:
     """torch's AveragedModel that is told of the full weights after each edit, in fp64.
 
@@ -162,7 +138,7 @@ def test_the_average_is_that_of_the_weights_at_hand(number: int) -> None:
     """
     draw = random.Random(int(os.environ["OPTGEN_SAMPLE_SEED"]) * 1000 + number)
     rule = draw.choice(["ema", "averaged"]) + draw.choice(["(adamw)", "(lion)", "(cautious(sgd))"])
-    plan, backend, edit = draw.choice(SHOWING), draw.choice(["reference", "cpp"]), EDITS[number % len(EDITS)]
+    plan, backend, edit = draw.choice(SHOWING), draw.choice(["reference", "cpp"]), [*EDITS][number % len(EDITS)]
     start, decay = draw.choice([0, 2]), draw.choice([0.5, 0.99])
     options = {"ema_decay": decay, "ema_start": start} if "ema" in rule else {"average_start": start}
     p = nn.Parameter(torch.randn(70, 65, generator=torch.Generator().manual_seed(number)))
@@ -179,7 +155,8 @@ def test_the_average_is_that_of_the_weights_at_hand(number: int) -> None:
         train(opt, [t])
         if draw.random() < 0.7:
             with torch.no_grad():
-                edit(p)
+                value = EDITS[edit](p.detach(), torch.Generator().manual_seed(t))
+                WAYS[draw.choice([*WAYS])](p, value)
         seen.weight = nn.Parameter(opt.full_weights()[0].double())
         if t <= start + 1:
             shown = torch.optim.swa_utils.AveragedModel(seen, avg_fn=average)
@@ -190,7 +167,7 @@ def test_the_average_is_that_of_the_weights_at_hand(number: int) -> None:
             opt.train()
     opt.eval()
     off = (opt.full_weights()[0] - shown.module.weight.detach()).abs().max()
-    assert off <= 8 * 3 * 2 * largest * 2.0**-24, (rule, plan, backend, edit.__name__, off)
+    assert off <= 8 * 3 * 2 * largest * 2.0**-24, (rule, plan, backend, edit, off)
 
 
 @pytest.mark.parametrize("rule", ["gpa(adamw)", "schedule_free(adamw)", "ema_nesterov(adamw)", "soap_muon"])
