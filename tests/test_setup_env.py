@@ -1,7 +1,10 @@
 """The environment: which PyTorch, in which order it is looked for, and when nothing is done."""
 
 import re
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -49,3 +52,30 @@ def test_every_direct_requirement_is_pinned() -> None:
     assert setup_env.ORACLES.relative_to(setup_env.VENV) == oracles.FOLDER.relative_to(sys.prefix)
     pins = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
     assert all("==" in line for line in pins if not line.startswith("#"))
+
+
+@pytest.mark.parametrize("fails", ["--target", "-r"])
+def test_a_failure_apart_stops_nothing_and_one_of_the_environment_begins_no_further_folder(
+    fails: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun, folders = threading.Event(), []
+
+    def pip(*arguments: str, to: Path | None = None) -> bool:
+        if "--target" in arguments:
+            folders.append(arguments)
+            begun.set()
+            time.sleep(0.1)
+        return begun.wait(9) and fails not in arguments
+
+    changed = {name: tmp_path / name for name in ("LOG", "LOG_APART", "STAMP")} | {"ROOT": tmp_path, "VENV": tmp_path}
+    changed |= {"PYTHON": sys.executable, "pip": pip, "make_venv": lambda: None}
+    changed |= {"compiling": lambda: subprocess.Popen([sys.executable, "-c", ""])}
+    for name, value in changed.items():
+        monkeypatch.setattr(setup_env, name, value)
+    if fails == "-r":
+        with pytest.raises(setup_env.SetupError, match="installing the pinned packages failed"):
+            setup_env.install("cpu")
+    else:
+        setup_env.install("cpu")
+    assert len(folders) == (1 if fails == "-r" else 3)
+    assert capsys.readouterr().out.count("could not be installed") == (0 if fails == "-r" else 3)

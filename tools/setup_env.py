@@ -106,18 +106,14 @@ def fingerprint(kind: str) -> str:
     return text.hexdigest()
 
 
-def run(arguments: list[str], to: Path) -> bool:
-    """Run quietly, with the output in a log."""
-    with to.open("a") as log:
-        log.write(f"$ {' '.join(arguments)}\n")
-        log.flush()
-        return subprocess.run(arguments, stdout=log, stderr=subprocess.STDOUT, check=False).returncode == 0
-
-
 def pip(*arguments: str, to: Path = LOG) -> bool:
-    """Install without bytecode: pip compiles on one core, for 35 s, mostly modules that nothing here imports."""
-    fixed = ["install", "--no-compile", "--disable-pip-version-check", "--no-input", "--progress-bar", "off", "-c"]
-    return run([str(PYTHON), "-m", "pip", *fixed, str(ROOT / "requirements/constraints.txt"), *arguments], to)
+    """Install, with the output in a log; no bytecode, which takes 35 s on one core, mostly for what nothing imports."""
+    fixed = ["install", "--no-compile", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+    command = [str(PYTHON), "-m", "pip", *fixed, "-c", str(ROOT / "requirements/constraints.txt"), *arguments]
+    with to.open("a") as log:
+        log.write(f"$ {' '.join(command)}\n")
+        log.flush()
+        return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode == 0
 
 
 def compiling() -> subprocess.Popen[bytes]:
@@ -157,33 +153,37 @@ def install_torch(kind: str) -> None:
     raise failed("installing torch")
 
 
-def install_frameworks() -> None:
-    """Install what a few tests and an example need, beside the rest: pip works on one core. A failure stops nothing."""
-    apart = ("--upgrade", "--target")
-    oracles = (*apart, str(ORACLES), "--ignore-requires-python")  # emerging_optimizers, whose tests run with 3.11 too
-    oldest = ((f"triton=={OLDEST_TRITON}",), (*apart, str(OLDEST)))
-    folders = ((BARE, ()), (APART, (*apart, str(FRAMEWORKS))), (PACKAGES, oracles), oldest)
-    for names, where in folders:
-        say(f"{', '.join(names)}: alone, without dependencies")
-        if not pip("--no-deps", *where, *names, to=LOG_APART):
-            again = f"{LOG_APART.relative_to(ROOT)} says why; to try again delete {STAMP.relative_to(ROOT)}"
-            say(f"{names[0]} could not be installed, nor what is beside it; their tests will be skipped ({again})")
+def install_alone(names: list[str], *where: str, to: Path = LOG) -> None:
+    """Install what a few tests and an example need, without dependencies; a failure stops nothing."""
+    say(f"{', '.join(names)}: alone, without dependencies")
+    if not pip("--no-deps", *where, *names, to=to):
+        again = f"{to.relative_to(ROOT)} says why; to try again delete {STAMP.relative_to(ROOT)}"
+        say(f"{names[0]} could not be installed, nor what is beside it; their tests will be skipped ({again})")
 
 
 def install(kind: str) -> None:
     make_venv()
     LOG.write_text("")
-    with ThreadPoolExecutor() as pool:  # which waits for its work, whatever happens here
-        pool.submit(install_frameworks)
+    LOG_APART.write_text("")
+    folders = ([*APART], FRAMEWORKS), ([*PACKAGES], ORACLES), ([f"triton=={OLDEST_TRITON}"], OLDEST)
+    given = "--upgrade", "--ignore-requires-python", "--target"  # emerging_optimizers' tests run with 3.11 too
+    pool = ThreadPoolExecutor(1)  # for folders of their own, beside the environment: pip works on one core
+    apart = [pool.submit(install_alone, names, *given, str(x), to=LOG_APART) for names, x in folders]
+    try:
         install_torch(kind)
         bytecode = compiling()
         triton = triton_requirement(kind)
         say("the packages of requirements/dev.txt" + (f" and triton {TRITON}" if triton else ""))
         if not pip("-r", str(ROOT / "requirements/dev.txt"), *triton):
             raise failed("installing the pinned packages")
+        install_alone([*BARE])
         say("optgen itself (editable)")
         if not pip("--no-build-isolation", "--no-deps", "--editable", str(ROOT)):
             raise failed("installing optgen")
+        for done in apart:
+            done.result()
+    finally:  # no further folder where something failed, or Ctrl-C was pressed
+        pool.shutdown(cancel_futures=True)
     bytecode.wait()
     check = "import torch, optgen; print(torch.__version__, 'with CUDA' if torch.cuda.is_available() else 'on the CPU')"
     answer = subprocess.run([str(PYTHON), "-c", check], cwd=VENV, capture_output=True, text=True, check=False)
