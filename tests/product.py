@@ -11,7 +11,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -26,6 +26,7 @@ from optgen.driver import emit, judge, targets
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import postorder
+from optgen.lang.draws import KEYS
 from optgen.lang.spec import MatrixKind, Spec
 from optgen.lower import matrix_of, needs_matrix
 from optgen.ops import dtypes, spaces
@@ -237,12 +238,6 @@ class Built:
         """Return True if a step takes several kernels, or one that knows rows, columns or sizes."""
         return self.variant.single is None
 
-    def enclose(
-        self, before: Values, g: Tensor, options: Mapping[str, Any], kept: Mapping[str, Tensor] | None = None
-    ) -> Values:
-        """Enclose the values after the next step."""
-        return differential.enclose(self.spec, self.storage, before, g.float(), options, kept)
-
 
 @lru_cache(maxsize=4)
 def build(cell: Cell) -> Built:
@@ -309,21 +304,36 @@ class Run:
         """Hyper-parameters and flags."""
         return self.hypers | flags_of(self.built.cell)
 
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Have oracles and enclosures draw the random numbers of this run's seed and stream."""
+        before = KEYS.set((self.seed, self.stream))
+        try:
+            yield
+        finally:
+            KEYS.reset(before)
+
     def oracle(self, g: Tensor) -> dict[str, Tensor]:
         """The next step in fp64 from the decoded state: "p" and the states."""
         spec, before = self.built.spec, self.decoded()
-        return differential.oracle(spec, before, g.float(), self.steps, self.host_states, self.options)
+        with self.drawing():
+            return differential.oracle(spec, before, g.float(), self.steps, self.host_states, self.options)
 
     def enclosed(self, model: Rounding = STRICT) -> Values:
         """Return the kept values as points, the start of a chain of enclosures."""
         return Values.decoded(self.decoded(), self.host_states, self.steps, model)
+
+    def enclose(self, before: Values, g: Tensor, kept: Mapping[str, Tensor] | None = None) -> Values:
+        """Enclose the values after the next step."""
+        with self.drawing():
+            return differential.enclose(self.built.spec, self.built.storage, before, g.float(), self.options, kept)
 
     def checked(self, g: Tensor) -> Report:
         """One step in place, against the derived enclosure and the fp64 oracle from what was kept before it."""
         start, exact = self.enclosed(), self.oracle(g)
         self.step(g)
         after = self.decoded()
-        return differential.compare(after, self.built.enclose(start, g, self.options, kept=after), exact)
+        return differential.compare(after, self.enclose(start, g, kept=after), exact)
 
     def chained(self, gradients: Sequence[Tensor]) -> list[Report]:
         """Steps in place, each against the enclosure and the oracle carried on from before the first; every fifth one
@@ -335,8 +345,9 @@ class Run:
                 reports.append(self.checked(g))
             else:
                 self.step(g)
-            inside = self.built.enclose(replace(inside, host=host, step=step), g, self.options)
-            exact = differential.oracle(self.built.spec, exact, g.float(), step, host, self.options)
+            inside = self.enclose(replace(inside, host=host, step=step), g)
+            with self.drawing():
+                exact = differential.oracle(self.built.spec, exact, g.float(), step, host, self.options)
             reports.append(differential.compare(self.decoded(), inside, exact))
         return reports
 

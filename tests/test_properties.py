@@ -365,7 +365,7 @@ def code_distance(name: str, fmt: Format, a: dict[str, Tensor], b: dict[str, Ten
 def hold_fast(built: Built, run: Run, fast: Run, g: Tensor) -> None:
     """Hold a fast step of a run's copy to its bound, and its codes to those of strict or one beside."""
     after = fast.decoded()
-    inside = built.enclose(run.enclosed(FAST), g, run.options, kept=after)
+    inside = run.enclose(run.enclosed(FAST), g, kept=after)
     report = product.differential.compare(after, inside, run.oracle(g))
     assert report.ok, [report.worst[name] for name in report.broken]
     assert report.claimed == 1 or built.cell.plan == "flashoptim"
