@@ -178,6 +178,11 @@ def loaded(run: Run) -> None:
     run.opt.load_state_dict(saved[1])
 
 
+def loaded_released(run: Run) -> None:
+    loaded(run)
+    run.opt.release_gradients(run.net)
+
+
 def from_a_file(run: Run) -> None:
     save_checkpoint(run.folder / "run.pt", run.opt, run.net)
     assert not verify(str(run.folder / "run.pt"))["findings"]
@@ -210,6 +215,9 @@ MODES: dict[str, Mode] = {
     "released": Mode(lambda run: run.opt.release_gradients(run.net), refused=SUMS),
     "released, micro-batches": Mode(lambda run: run.opt.release_gradients(run.net, accumulate=2), halves, refused=SUMS),
     "released, nameless": Mode(lambda run: run.opt.release_gradients(run.net), options={"names": False}, refused=SUMS),
+    "released, state dict": Mode(
+        lambda run: run.opt.release_gradients(run.net), going_on(loaded_released), refused=SUMS
+    ),
     "offloaded": Mode(lambda run: moved(run.opt), refused=SUMS | ON_DEVICES),
     "offloaded, released": Mode(lambda run: moved(run.opt).release_gradients(run.net), refused=SUMS | ON_DEVICES),
     "capturable": Mode(options={"capturable": True}, refused={"soap": "makes some of its steps different"}),
