@@ -114,10 +114,11 @@ def test_there_is_no_first_step_in_evaluation(rule: Any) -> None:
 
 @pytest.mark.parametrize("of_rule", [True, False])
 def test_gradients_are_unscaled_between_the_steps_alone(of_rule: bool) -> None:
-    """The bits of steps unscaled by the scaler, since the scale is a power of 2; one weight freezes after a step."""
-    first, second = 1024 * torch.randn(2, 2, 8, 5, generator=torch.Generator().manual_seed(5))
+    """The bits of steps without a scaler, since the scale is a power of 2; one weight freezes after a step."""
+    drawn = torch.randn(2, 2, 8, 5, generator=torch.Generator().manual_seed(5))
     ends = []
-    for unscaled in ("never", "between"):
+    for unscaled in ("without", "never", "between"):
+        first, second = drawn if unscaled == "without" else 1024 * drawn
         p, q = (torch.nn.Parameter(torch.ones(8, 5)) for _ in range(2))
         sam: Any = optgen.compile(find_spec("gsam(sgd)"), plan="fp32")([p, q], lr=0.1, rho=0.7, alpha=0.3)
         sam = sam if of_rule else SAM(torch.optim.SGD([p, q], lr=0.1), rho=0.7)
@@ -129,11 +130,12 @@ def test_gradients_are_unscaled_between_the_steps_alone(of_rule: bool) -> None:
             p.grad, q.grad = second[0].clone(), None if t else second[1].clone()
             if unscaled == "between":
                 scaler.unscale_(sam.optimizer)
-            sam.second_step(scaler)
-            scaler.update()
+            sam.second_step(None if unscaled == "without" else scaler)
+            if unscaled != "without":
+                scaler.update()
             q.requires_grad_(False)
         ends.append(p.detach().clone())
-    assert same_bits(ends[0], ends[1])
+    assert same_bits(ends[0], ends[1]) and same_bits(ends[0], ends[2])
     p.grad = first[0].clone()
     scaler.unscale_(sam.optimizer)
     for given in (scaler, None):
