@@ -7,7 +7,7 @@ import optgen
 from optgen.driver import record_text, targets
 from optgen.formats import Plan
 from optgen.lang import Spec, flag, hyper, nonneg, optimizer, sqrt, state
-from optgen.lower import untouched
+from optgen.lower import lower_rule, untouched
 from optgen.ops import dtypes
 from optgen.verify.differential import Trial
 from specs import plans
@@ -55,6 +55,8 @@ def stored(spec: Spec, plan: str, flags: dict[str, bool]) -> set[str]:
     known = record_text.variants(spec, case.storage.plan)
     variant = next(x for x in known if x.function == targets.case_name(spec, case))
     assert set(variant.eager.still) == untouched(spec, case.storage, flags)
+    rule = lower_rule(spec, flags)
+    assert {b.name for b in rule.buffers if b.writes} == {store.buffer for store in rule.stores}
     return {"p", *variant.states} - {*variant.eager.still}
 
 
