@@ -21,8 +21,6 @@ from tests.training import bits, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-"""A model and its optimizer."""
-
 
 def fresh(rule: Any, plan: str, backend: str = "reference", dtype: torch.dtype | None = None) -> tuple[nn.Module, Any]:
     draw = torch.Generator().manual_seed(0)
