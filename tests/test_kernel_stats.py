@@ -103,7 +103,8 @@ def test_kernels_cost_no_more_than_before(words: tuple[str, ...], path: str, com
     env = {**compiling, "PYTHONPATH": os.pathsep.join(filter(None, [path, compiling.get("PYTHONPATH", "")]))}
     found = counted(env, "--chosen", "--watched", *words)
     known = BASELINES.get(next(iter(found.values()))["triton"], {})
-    assert words or not known or {" ".join(key) for key in found} == known.keys()
+    wanted = {x for x in known if not words or (x.endswith(words[1]) and any(name in x for name in words[2:]))}
+    assert not known or {" ".join(key) for key in found} == wanted
     assert {" ".join(key): wrong for key, row in found.items() if (wrong := [*faults(row)])} == {}
     if not path:  # the registers and schedules of the newest are what the budget is of
         assert_within_budget(found)
