@@ -333,10 +333,10 @@ class Machine(RuleBasedStateMachine):
             tensors = [p, *(x for x in self.twin.state(p).values() if isinstance(x, Tensor))]
             assert all(bool(x.isfinite().all()) for x in tensors if x.is_floating_point()), f"{name} is not finite"
 
-    def refuses(self, action: Callable[[], Any]) -> None:
-        """Assert that something is refused and changes nothing."""
+    def refuses(self, action: Callable[[], Any], words: str | None = None) -> None:
+        """Assert that something is refused, in these words, and changes nothing."""
         before = self.subject.holds()
-        with pytest.raises((RuntimeError, ValueError, TypeError, KeyError, NotImplementedError)):
+        with pytest.raises((RuntimeError, ValueError, TypeError, KeyError, NotImplementedError), match=words):
             action()
         assert before == self.subject.holds(), "it has changed something"
 
@@ -528,7 +528,7 @@ class Machine(RuleBasedStateMachine):
         for p in run.model.values():
             p.grad = torch.ones_like(p) if p.requires_grad else None
         if not self.two and len(self.frozen) < len(run.model):
-            self.refuses(run.opt.step)
+            self.refuses(run.opt.step, r"'?\w+'? \(.*\) was \w+ when the optimizer was created")
         run.opt.zero_grad()
         run.model.to(dtype)
         self.check()
@@ -650,7 +650,8 @@ class Machine(RuleBasedStateMachine):
             return
         weight, rates = p.data, [group["lr"] for group in run.opt.param_groups]
         self.give(run, self.gradients(seed))
-        with pytest.raises((RuntimeError, ValueError, TypeError)):
+        words = {"a step at a rate below 0": r"lr.* must be >= 0, got -1", "a step of a sparse gradient": "sparse"}
+        with pytest.raises((RuntimeError, ValueError, TypeError), match=words.get(what)):
             REFUSED[what](run.opt, p)
         p.data = weight
         for group, rate in zip(run.opt.param_groups, rates, strict=True):

@@ -23,6 +23,7 @@ from optgen.runtime.layout import workspace
 from optgen.runtime.work import counting
 from specs import plans
 from tests import harness
+from tests.training import bits
 
 decompose = importlib.import_module("optgen.passes.decompose")
 
@@ -210,6 +211,25 @@ def test_long_tables_are_read_from_memory(
     sent = workspace._on.cache_info().misses
     # The entries of each codebook, and what is searched.
     assert sent == (4 if rule == "adamw" else 2)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cpp"])
+def test_blocks_of_2048_elements_have_the_bits_of_eager_torch(backend: str) -> None:
+    tables = codebooks.dynamic(), codebooks.dynamic(signed=False)
+    signed, nonneg = (Codebook(table, 8, 2048, ties="down") for table in tables)
+    text = "The blocks of the paper, arXiv:2110.02861."
+    plan = plans.bnb8.but(text, name="paper8", small_numel=0, signed=signed, nonneg=nonneg)
+    made = optgen.compile("adamw", plan, maths="strict")
+    found = []
+    for by in ("reference", backend):
+        draw = torch.Generator().manual_seed(1)
+        p = torch.nn.Parameter(torch.randn(2, 2100, generator=draw))
+        opt = made([p], lr=1e-2, backend=by)
+        for _ in range(2):
+            p.grad = torch.randn(p.shape, generator=draw)
+            opt.step()
+        found.append(bits([p, opt.state[p]]))
+    assert found[0] == found[1]
 
 
 # -- the law of a table, in fast maths
