@@ -136,12 +136,7 @@ def cells_of(spec: str, plan: str) -> Iterator[Cell]:
 
 
 def is_met(cell: Cell) -> bool:
-    """Return True if a tensor falls into the cell: shapes decide flags, and which tensors are vectors for a plan.
-
-    Rules that draw numbers are left to tests/test_draws.py.
-    """
-    if spec_of(cell.spec).trace(dict(cell.flags)).draws:
-        return False
+    """Return True if a tensor falls into the cell: shapes decide flags, and which tensors are vectors for a plan."""
     return not any(f.shape for f in spec_of(cell.spec).flags) or bool(fitting(cell, SHAPES + REDUCED))
 
 
