@@ -195,6 +195,18 @@ def test_rules_of_low_rank_are_their_oracles(case: str, shape: tuple[int, ...], 
     assert (exact - start).abs().max() > 0.01
 
 
+@pytest.mark.parametrize(("name", "given"), [("apollo", {}), ("fira", {"alpha": 0.0})])
+def test_a_norm_grows_freely_from_0(name: str, given: dict[str, float]) -> None:
+    """A matrix whose gradient is 0 at one step moves 1e-8 in the next by the package, and then 1 % more in each."""
+    p = nn.Parameter(drawn(6, 10))
+    opt = optgen.compile(name, plan="fp32")([p], plan="fp32", lr=0.1, weight_decay=0.0, **given)
+    for t in range(2):
+        before = p.detach().clone()
+        p.grad = t * drawn(6, 10, seed=1)
+        opt.step()
+    assert (p - before).abs().max() > 1e-3
+
+
 # -- states in two parts
 
 
