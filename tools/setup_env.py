@@ -34,8 +34,8 @@ BARE = ("torchtitan", "tyro", "typeguard", "docstring_parser", "spmd_types")
 APART = ("timm", "torchvision")
 """Installed into FRAMEWORKS: beside a CPU build of torch, a torchvision that is none stops all that import it."""
 FRAMEWORKS = VENV / "frameworks"
-PACKAGES = ("absl_py", "apollo_torch", "emerging_optimizers", "galore_torch", "heavyball", "opt_einsum")
-"""Optimizers of matrices that tests compare rules with, and what three of them import; in a folder of their own."""
+PACKAGES = ("absl_py", "apollo_torch", "emerging_optimizers", "galore_torch")
+"""Optimizers of matrices that tests compare rules with, and what one of them imports; in a folder of their own."""
 ORACLES = VENV / "oracles"
 OLDEST_TRITON = "3.6.0"
 """The oldest version that kernels are counted under, beside the one that tests run with; in a folder of its own."""
