@@ -195,7 +195,7 @@ def distributed(old: Run, new: Run, flat: bool = False, saved: bool = False) -> 
     theirs = {name: group for name, _, group in new.entries()}
     for name, p, group in old.entries():
         numbers = theirs[name]
-        numbers.update({k: torch.zeros_like(x) for k, x in group.items() if isinstance(x, Tensor)})
+        numbers.update({k: torch.full_like(x, 0.5) for k, x in group.items() if isinstance(x, Tensor)})
         numbers.update({k: 0 for k in group if k == "own"})
         if "momentum" in group and any(key.startswith("momentum_buffer") for key in old.state(p)):
             numbers["momentum"] = 0.5
@@ -605,16 +605,18 @@ class Machine(RuleBasedStateMachine):
 
     @operation(lambda self: trains(self) and not self.bound)
     def release(self) -> None:
-        """Release gradients, or stop that; refused where the rule sums over the model."""
+        """Release gradients, or stop that; refused where the rule sums over the model, unless sums of the step before
+        leave the bits."""
+        lagging = {"sums": "previous"} if self.cell.rule == "dadapt_adam" else {}
         parts = [x for x in self.subject.parts() if any(p.requires_grad for g in x.param_groups for p in g["params"])]
         if self.handles:
             for handle in self.handles:
                 handle.remove()
             self.handles = []
-        elif self.two or self.cell.rule in SUMS:
+        elif self.two or (self.cell.rule in SUMS and not lagging):
             self.refuses(self.subject.opt.release_gradients)
         elif len(self.frozen) < len(self.subject.model):
-            self.handles = [part.release_gradients() for part in parts]
+            self.handles = [part.release_gradients(**lagging) for part in parts]
             self.refuses(parts[-1].release_gradients)
         self.check()
 

@@ -20,21 +20,20 @@ from optgen.runtime.states import state
 from optgen.runtime.step.stepper import Stepper
 
 
-def refuse_sums(cls: Any, group: dict[str, Any], p: Tensor, name: Label) -> list[Variant]:
+def steps_of(cls: Any, group: dict[str, Any], p: Tensor, name: Label, sums: bool = False) -> list[Variant]:
     """Return the variants of the parameter's steps, the usual one first.
 
-    Raises ValueError if its rule needs other parameters' gradients.
+    Raises ValueError if its rule needs other parameters' gradients, unless `sums` of the step before serve.
     """
     _, plan, variant = checkpoint.select(cls, group, p, name)
     steps = list(plans.at_steps(plan, variant, cls.FLAGS))
     for v in steps:
-        if sums_over_model(v):
-            sums = ", ".join(v.model_temps) or "states of the model"
+        if sums_over_model(v) and not sums:
+            names = ", ".join(v.model_temps) or "states of the model"
             raise ValueError(
-                f"{cls.__name__}: the update of {state.label(p, name)} needs sums over the whole model ({sums}), known "
-                f"only when backward has ended: gradients cannot be released.  Call step() after backward; to clip by "
-                f"a norm over the model, take the rule that does not, and release_gradients(clip=..., "
-                f"clip_by='previous_norm')"
+                f"{cls.__name__}: the update of {state.label(p, name)} needs sums over the whole model ({names}), "
+                f"known only when backward has ended.  Let it take those of the step before, by "
+                f"release_gradients(..., sums='previous'), or call step() after backward"
             )
     return steps
 
@@ -60,7 +59,7 @@ class GradientAccumulator:
         self._group["param_names"] = [name]  # what it keeps otherwise goes by the position that it has alone
         if self._group.get("overrides"):
             self._group["overrides"] = tuple((name, plan) for _, plan in self._group["overrides"])
-        refuse_sums(self._cls, self._group, p, name)
+        steps_of(self._cls, self._group, p, name)
         self._group["params"] = []
         self._seed, self.count = self._group["seed"], count
         self._entry: dict[str, Any] | None = None

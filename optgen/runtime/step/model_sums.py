@@ -36,7 +36,35 @@ def check(buckets: Iterable[Bucket]) -> None:
         )
 
 
-def run(waiting: Sequence[PreparedBucket]) -> None:
+Parts = Sequence[tuple[Bucket, list[Tensor]]]
+"""What each of some buckets adds to a sum: of each of its tensors, a number."""
+
+
+class ModelSums:
+    """The sums over the model of a step, and the states that are made of them."""
+
+    def total(self, parts: Parts) -> Tensor:
+        """Return the sum, in the order of the parts."""
+        values = [value for _, own in parts for value in own]
+        if not values:
+            return torch.zeros((), dtype=torch.float32, device="cpu")
+        return sums.in_lanes(torch.stack([v.to(values[0].device).reshape(()) for v in values]))
+
+    def spread(self, states: Mapping[Any, Any], buckets: Sequence[Bucket]) -> None:
+        """Give all parameters the values of the model's states: those of the first one in the step.
+
+        Others may have missed the step, have no elements, have made another number of steps, or stand in a group with
+        hyper-parameters of its own; a state of the model is one number all the same.
+        """
+        live = [(b.variant, b.states[i]) for b in buckets for i in b.live]
+        values = {name: s[name] for variant, s in reversed(live) for name in variant.of_model}
+        for s in state.of_parameters(states):
+            for name in values.keys() & s.keys():
+                if s[name] is not values[name]:
+                    sharding.local(s[name]).copy_(values[name])
+
+
+def run(waiting: Sequence[PreparedBucket], of: ModelSums) -> None:
     """Make the steps of buckets that wait for one another, those of one turn after the other.
 
     After an error the other runners go on, for which other ranks wait; the first error is raised at the end.
@@ -44,19 +72,20 @@ def run(waiting: Sequence[PreparedBucket]) -> None:
     failures: list[Exception] = []
     with torch.no_grad():
         for turn in sorted({one.bucket.turn for one in waiting}):
-            _run([one.runner() for one in waiting if one.bucket.turn == turn], failures)
+            _run([one for one in waiting if one.bucket.turn == turn], of, failures)
     if failures:
         raise failures[0]
     for one in waiting:
         one.bucket.finish(one.counted.after)
 
 
-def _run(runners: Iterable[Runner], failures: list[Exception]) -> None:
-    """Run the runners of a turn; sums are taken in the order of the parameters (see sums.py).
+def _run(ready: Sequence[PreparedBucket], of: ModelSums, failures: list[Exception]) -> None:
+    """Run the buckets of a turn; sums are taken in the order of the parameters (see sums.py).
 
     What runners need of other ranks comes first, in one message for all of them: a sum over the model is one that all
     wait for.
     """
+    runners = {one.runner(): one.bucket for one in ready}
     waiting = _on([(r, None) for r in runners], failures)
     while waiting:
         exchanges = {id(r): request for r, request in waiting if isinstance(request, messages.Exchange)}
@@ -66,14 +95,8 @@ def _run(runners: Iterable[Runner], failures: list[Exception]) -> None:
             following = {id(r): (r, request) for r, request in served}
             waiting = [following.get(id(r), (r, x)) for r, x in waiting if id(r) in following or id(r) not in exchanges]
         else:
-            total = _total([v for _, values in waiting for v in values])
-            waiting = _on([(r, total) for r, _ in waiting], failures)
-
-
-def _total(values: Sequence[Tensor]) -> Tensor:
-    if not values:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
-    return sums.in_lanes(torch.stack([v.to(values[0].device).reshape(()) for v in values]))
+            answer = of.total([(runners[r], values) for r, values in waiting])
+            waiting = _on([(r, answer) for r, _ in waiting], failures)
 
 
 def _on(runners: Iterable[tuple[Runner, Tensor | None]], failures: list[Exception]) -> list[tuple[Runner, Any]]:
@@ -102,12 +125,17 @@ def begin(
     """
     for name in dict.fromkeys(name for b, _ in fresh for name in b.variant.of_model):
         theirs = [(made, b, i) for made, (b, i) in zip(new, fresh, strict=True) if name in b.variant.of_model]
-        old = next((s[name] for s in state.of_parameters(states) if name in s and s.get("step")), None)
-        if old is None:
+        if (old := value_of(states, name)) is None:
             _refuse_unequal(name, [(b, i) for _, b, i in theirs], groups)
             continue
         for made, _, _ in theirs:
-            made[name].copy_(sharding.local(old))
+            made[name].copy_(old)
+
+
+def value_of(states: Mapping[Any, Any], name: str) -> Tensor | None:
+    """Return the value of a state of the model; None before the first step."""
+    made = (s for s in state.of_parameters(states) if name in s)
+    return next((sharding.local(s[name]) for s in made if isinstance(s["step"], Tensor) or s["step"]), None)
 
 
 def _refuse_unequal(name: str, fresh: Sequence[tuple[Bucket, int]], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -124,17 +152,3 @@ def _refuse_unequal(name: str, fresh: Sequence[tuple[Bucket, int]], groups: Sequ
             f"{state.label(b.params[j], b.names[j])} with {other[0]}={other[1]:g}: {name} is one value of the whole "
             f"model, so groups that begin together need the same {one[0]}"
         )
-
-
-def spread(states: Mapping[Any, Any], buckets: Sequence[Bucket]) -> None:
-    """Give all parameters the values of the model's states: those of the first one in the step.
-
-    Others may have missed the step, have no elements, have made another number of steps, or stand in a group with
-    hyper-parameters of its own; a state of the model is one number all the same.
-    """
-    live = [(b.variant, b.states[i]) for b in buckets for i in b.live]
-    values = {name: s[name] for variant, s in reversed(live) for name in variant.of_model}
-    for s in state.of_parameters(states):
-        for name in values.keys() & s.keys():
-            if s[name] is not values[name]:
-                sharding.local(s[name]).copy_(values[name])

@@ -26,11 +26,13 @@ class Stepper:
 
     first_group  the number of its first group among those of the user's optimizer
     dtypes       id(parameter) -> the parameter, and its dtype when it was admitted
+    sums         takes the sums over the model
     """
 
     def __init__(self, first_group: int = 0) -> None:
         self.first_group = first_group
         self.dtypes: Dtypes = {}
+        self.sums = model_sums.ModelSums()
         self.plans = Plans()
         self.forget_tables()
 
@@ -67,7 +69,7 @@ class Stepper:
             with owner.uninterrupted as begun:
                 for part in plan.parts:
                     part.follow()
-                _run(owner, ready, begun)
+                self._run(owner, ready, begun)
         except BaseException:
             self.plans.forget()  # it may have addresses that no table on the device has
             raise
@@ -105,7 +107,7 @@ class Stepper:
             if not counting.capturing():
                 for one in ready:
                     one.kernels.load(one.counted.scalars, one.counted.key)
-            _run(owner, ready, begun)
+            self._run(owner, ready, begun)
             if owner.cls.INPUTS:
                 inputs.freed(owner.cls, {id(kept): kept for bucket in buckets for kept in bucket.owned})
             elif not sending:  # else other ranks may wait for this one at any step
@@ -158,18 +160,17 @@ class Stepper:
         bucket.move_count(alone)
         return PreparedBucket(bucket, kernels, group.count(bucket, kernels.control))
 
-
-def _run(owner: Owner, ready: Sequence[PreparedBucket], begun: list[Label]) -> None:
-    """Run the kernels of a step, and spread what the whole model has one value of."""
-    waiting = []
-    for one in ready:
-        if one.bucket.waits:
-            waiting.append(one)
-        else:
-            begun += one.bucket.names
-            one.run()
-    if waiting:
-        begun += [name for one in waiting for name in one.bucket.names]
-        model_sums.run(waiting)
-    if any(one.bucket.variant.of_model for one in ready):
-        model_sums.spread(owner.states, [one.bucket for one in ready])
+    def _run(self, owner: Owner, ready: Sequence[PreparedBucket], begun: list[Label]) -> None:
+        """Run the kernels of a step, and spread what the whole model has one value of."""
+        waiting = []
+        for one in ready:
+            if one.bucket.waits:
+                waiting.append(one)
+            else:
+                begun += one.bucket.names
+                one.run()
+        if waiting:
+            begun += [name for one in waiting for name in one.bucket.names]
+            model_sums.run(waiting, self.sums)
+        if any(one.bucket.variant.of_model for one in ready):
+            self.sums.spread(owner.states, [one.bucket for one in ready])
