@@ -15,15 +15,18 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from optgen.accumulate import accumulator
-from optgen.optim import AdamW, Lion
+from optgen.optim import AdamW, Lion, Prodigy
 from tools.bench.race import cpu_model, save, write
 from tools.prose import table
 
@@ -38,6 +41,10 @@ WAYS: dict[str, str] = {
     "accumulated": "the same, 4 micro-batches summed in p.grad",
     "accumulated-int8": "the same, 4 micro-batches summed in 8 bits",
     "lion-released": "Lion, plan int8_split24, bf16 weights, gradients released",
+    "prodigy": "Prodigy, plan int8_split24, bf16 weights",
+    "prodigy-released": "the same, gradients released by sums of the step before",
+    "ddp": "AdamW, plan int8_split24, bf16 weights, under DistributedDataParallel",
+    "sharded-released": "the same on 2 ranks of fully_shard without resharding, gradients released",
 }
 
 EXACT = {"torch": 16.0, "torch-bf16": 8.0, "fp32": 16.0}
@@ -84,11 +91,14 @@ def measure(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
         model = nn.Sequential(*(nn.Linear(size, size, bias=False, device=device, dtype=dtype) for _ in range(count)))
         if way.startswith("torch"):
             return model, torch.optim.AdamW(model.parameters(), foreach=False)
-        rule = Lion if way.startswith("lion") else AdamW
+        if way == "sharded-released":
+            for part in (*model, model):
+                fully_shard(part, reshard_after_forward=False)
+        rule = {"lion": Lion, "prodigy": Prodigy}.get(way.partition("-")[0], AdamW)
         optimizer = rule(model.named_parameters(), lr=1e-4, plan="fp32" if way == "fp32" else "int8_split24")
         if way.endswith("released") or way.startswith("accumulated"):
-            optimizer.release_gradients(model, accumulate=micro, accumulator=sums)
-        return model, optimizer
+            optimizer.release_gradients(model, accumulate=micro, accumulator=sums, sums="previous")
+        return (DistributedDataParallel(model) if way == "ddp" else model), optimizer
 
     def train(model: nn.Module, optimizer: Any, count: int) -> None:
         x = torch.randn(2, next(iter(model.parameters())).shape[1], device=device, dtype=dtype)
@@ -98,6 +108,10 @@ def measure(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
 
+    if way in ("ddp", "sharded-released"):
+        folder = tempfile.mkdtemp()
+        rank = 0 if os.fork() else 1
+        torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     train(*prepare(2, 128), 2)  # kernels are compiled, libraries loaded
     meter = Meter()
     model, optimizer = prepare(layers, width)
@@ -106,9 +120,12 @@ def measure(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
     meter.again()
     train(model, optimizer, steps - 1)
     later = meter.peak()
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        os._exit(0)
     numel = layers * width * width
     kept = EXACT[way] if way in EXACT else optimizer.memory().per_element
-    kept += 2 if way in ("ordinary", "accumulated") else 0  # gradients in bf16
+    kept += 2 if way in ("ordinary", "accumulated", "prodigy", "ddp") else 0  # gradients in bf16
+    kept = kept / 2 + 2 if way == "sharded-released" else kept  # half of all, and whole weights while they are used
     kept += 1 + 2 / 64 if sums is not None else 0  # a byte, and two for each block of 64
     return {
         "way": way, "parameters": numel, "steps": steps, "device": str(device), "first": first / numel,
