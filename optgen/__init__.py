@@ -7,6 +7,7 @@
     optgen.StableEmbedding(...)                              an embedding whose optimizer states stay in fp32
     optgen.keep_states_fp32(module)                          the same for any module
     optgen.save_checkpoint(path, opt, model)                 one file, whole or not at all; load_checkpoint
+    optgen.diagnose(opt)                                     which weights and states of any optimizer are frozen
     optgen.SAM(opt, rho=0.05)                                sharpness-aware steps around any optimizer
 
 `import optgen` itself imports nothing: generated code needs `optgen.runtime` only.
@@ -14,14 +15,14 @@
 
 __version__ = "0.2.0"
 __all__ = [
-    "SAM", "StableEmbedding", "__version__", "cast_model", "compile", "keep_states_fp32",
-    "list_rules", "load_checkpoint", "make", "save_checkpoint",
+    "SAM", "StableEmbedding", "__version__", "cast_model", "compile", "diagnose",
+    "keep_states_fp32", "list_rules", "load_checkpoint", "make", "save_checkpoint",
 ]  # fmt: skip
 
 
 _HOMES = {
-    "SAM": "runtime.sharpness", "StableEmbedding": "embedding",
-    "cast_model": "cast", "compile": "driver.compile", "keep_states_fp32": "runtime.records.fp32_modules",
+    "SAM": "runtime.sharpness", "StableEmbedding": "embedding", "cast_model": "cast", "compile": "driver.compile",
+    "diagnose": "driver.diagnose", "keep_states_fp32": "runtime.records.fp32_modules",
     "list": "by_name", "list_rules": "by_name", "load_checkpoint": "runtime.files", "make": "by_name",
     "save_checkpoint": "runtime.files",
 }  # fmt: skip

@@ -5,6 +5,7 @@ from optgen.by_name import list_rules as list_rules
 from optgen.by_name import make as make
 from optgen.cast import cast_model as cast_model
 from optgen.driver.compile import compile as compile
+from optgen.driver.diagnose import diagnose as diagnose
 from optgen.embedding import StableEmbedding as StableEmbedding
 from optgen.runtime.files import load_checkpoint as load_checkpoint
 from optgen.runtime.files import save_checkpoint as save_checkpoint

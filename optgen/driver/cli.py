@@ -333,6 +333,36 @@ def _interpret() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+@command(
+    "diagnose",
+    ("--rule", {"required": True, "help": SPEC[1]["help"]}),
+    ("--dtype", {"default": "bf16", "help": "of weights and states, as torch.optim has them: fp32, bf16, fp16"}),
+    ("--lr", {"type": float, "help": "the rate; --betas and --eps, too, are the rule's own by default"}),
+    ("--betas", {"type": float, "nargs": "+"}),
+    ("--eps", {"type": float}),
+    ("--weight-std", {"type": float, "default": 0.02, "help": "the standard deviation of weights"}),
+    ("--gradient-std", {"type": float, "default": 1e-3, "help": "that of gradients, which are noise alone"}),
+    ("--steps", {"type": _count, "default": 1000, "help": "after how many steps"}),
+)
+def diagnose(t: Terminal, given: Namespace) -> None:
+    """Predict which share of weights and states rounding keeps where they are; optgen.diagnose(opt) measures it."""
+    from optgen.driver import diagnose as d
+    from optgen.driver import load
+
+    found, dtype = load.find_spec(given.rule), _choice("--dtype", given.dtype, tuple(d.DTYPES))
+    found.check()
+    options = {name: x for name in ("lr", "betas", "eps") if (x := getattr(given, name)) is not None}
+    settings = {name: getattr(given, name) for name in ("weight_std", "gradient_std", "steps")}
+    rows, lost = d.predicted(found, dtype, options, **settings)
+    t.result |= {"rule": found.name, "dtype": dtype, "lost_eps": lost}
+    t.result["stays"] = {row.name: row.stays for row in rows}
+    t.show(table(("",) * 5, [row.cells for row in rows]))
+    if lost:
+        t.warn(lost)
+    if lost or any((row.stays or 0.0) >= d.FAIL for row in rows):
+        t.fail()
+
+
 @command("verify-checkpoint", ("file", {"metavar": "FILE", "help": "a checkpoint"}))
 def verify_checkpoint(t: Terminal, given: Namespace) -> None:
     """Check every byte of a checkpoint."""
