@@ -145,13 +145,12 @@ def frozen() -> Figure:
     """Draw predicted and measured shares of weights that a step leaves as they are, over the rate, from frozen.json."""
     kept = json.loads((BENCHMARKS / "frozen.json").read_text(encoding="utf-8"))
     drawn, ax = figure(640, 340)
-    for (std, shares), dash in zip(kept["curves"].items(), (":", "--", "-"), strict=True):
-        ax.plot(kept["rates"], shares, dash, color=INK, label=f"predicted, weights of {std}")
     names = dict.fromkeys(x["task"] for x in kept["found"])
     for task, colour, mark in zip(names, (BLUE, ORANGE, GREEN), "os^", strict=True):
         rows = [x for x in kept["found"] if x["task"] == task]
-        ax.plot(kept["rates"], [x["weights"] for x in rows], mark, color=colour, label=f"{task}, measured")
-        ax.plot(kept["rates"], [x["predicted"] for x in rows], "-", color=colour, linewidth=0.8)
+        rates = [x["lr"] for x in rows]
+        ax.plot(rates, [x["weights"] for x in rows], mark, color=colour, label=f"{task}, measured")
+        ax.plot(rates, [x["predicted"] for x in rows], "-", color=colour, label="predicted")
     ax.set(xscale="log", title="AdamW in bf16: weights that a step leaves as they are", xlabel="learning rate")
     ax.yaxis.set_major_formatter("{x:.0%}")
     ax.legend(loc="lower left", fontsize=9.5)

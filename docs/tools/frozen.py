@@ -84,8 +84,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found = [{"task": name, **trained(model, losses, lr)} for lr in RATES for name, model, losses in tasks()]
-    curves = {str(std): [predicted(std, lr) for lr in RATES] for std in (0.005, 0.02, 0.1)}
-    record = {"steps": STEPS, "stalled": stalled(), "found": found, "rates": RATES, "curves": curves}
+    record = {"steps": STEPS, "stalled": stalled(), "found": found}
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     rows = [[x["task"], f"{x['lr']:g}", *(f"{x[k]:.1%}" for k in ("predicted", "weights", "moments"))] for x in found]
     print("\n".join(table(["task", "lr", "predicted", "weights that stayed", "second moments that stayed"], rows)))

@@ -112,7 +112,7 @@ def states(optimizer: Any, p: Tensor) -> dict[str, Stored]:
     scales = getattr(optimizer, "_scales", {}).get(p, {})  # TransformerEngine's
     made: dict[str, Stored] = {}
     for key, value in entry.items():
-        name, value = str(key).partition("::")[0], local(value)
+        name, value = str(key), local(value)
         if name == "step" or not hasattr(value, "numel") or value.numel() != local(p).numel():
             continue
         if (found := _stored(name, value, entry, scales.get(name))) is not None:
@@ -123,8 +123,6 @@ def states(optimizer: Any, p: Tensor) -> dict[str, Stored]:
 def _stored(name: str, value: Any, entry: Mapping[str, Any], scale: Any) -> Stored | None:
     if hasattr(value, "_quantized") and value._quantized is not None:  # flashoptim's class
         return _flashoptim(value._quantized, value._scales)
-    if f"{name}::scales" in entry:
-        return _flashoptim(value, entry[f"{name}::scales"])
     if hasattr(value, "codes") and hasattr(value, "scale"):  # torchao's
         if not hasattr(value, "qmap"):
             return _fp8(value.codes, flat(value.scale), value.block_size)
@@ -155,8 +153,7 @@ def _fp8(codes: Tensor, scale: Tensor, run: int) -> Stored:
 
 
 def _flashoptim(codes: Tensor, scale: Tensor) -> Stored:
-    scale = flat(scale.view(torch.float16) if scale.dtype == torch.bfloat16 else scale).float()
-    every = torch.arange(256, device=codes.device).float()
+    scale, every = flat(scale).float(), torch.arange(256, device=codes.device).float()
     if codes.dtype == torch.uint8:  # roots of second moments
         return Stored("8-bit root", coded(flat(codes), (every / 255).square(), scale.square(), GROUP))
     size = torch.where(every > 127, every - 256, every) / 127
