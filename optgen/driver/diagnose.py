@@ -273,6 +273,8 @@ class _Group:
             yield Finding("error", row, lost, mend)
 
     def mend(self, row: Row) -> str:
+        if row.name == WEIGHTS and row.form.startswith("float32"):
+            return f"opt.param_groups[{row.group}]['lr'] = ...  # a larger one: not even float32 holds this step"
         if not self.rule.ready:
             return "model.float()  # before the optimizer is made" if row.name == WEIGHTS else "keep it in float32"
         wide = all(p.dtype is torch.float32 for p in self.group["params"])
