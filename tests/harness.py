@@ -16,6 +16,7 @@ import sys
 import tempfile
 import textwrap
 import zlib
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -43,7 +44,7 @@ from optgen.runtime.layout import plans
 from optgen.runtime.records import Field, Rule, Variant
 from optgen.runtime.records import join as joins
 from optgen.runtime.reference.eager import Blocks, rows_and_columns
-from optgen.runtime.work import eager
+from optgen.runtime.work import counting, eager
 from optgen.runtime.work.bucket import Bucket
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,10 +172,12 @@ def eager_step(
 ) -> Iterator[Any]:  # fmt: skip
     """Return the step of a parameter; it yields what it adds to sums over the model."""
     pair, variant = loaded(spec, case.storage.plan), variant_of(spec, case)
-    bucket = Bucket(0, pair, variant, "reference", g.device, g.dtype, 0, ())
+    bucket = Bucket(pair, variant, "reference", g.device, g.dtype)
+    bucket.lines.add(0, 0, 0, ())
+    bucket.line_of.append(0)
     bucket.params, bucket.grads, bucket.shards, bucket.names = [tensors["p"]], [g], [None], ["p"]
     bucket.states, bucket.streams = [dict(tensors)], [stream]
-    return eager.runner(bucket, scalars, key)
+    return eager.runner(bucket, counting.HostScalars(array("f", scalars), array("i", [key]), [(0, 0)]))
 
 
 class Pair:
@@ -283,14 +286,15 @@ class Pair:
         rows = []
         for buffers, g, stream in tensors:
             columns, pointers = rows_and_columns(g.shape)[1], [t.data_ptr() for t in self.ordered(buffers, g)]
-            rows.append([*pointers, g.numel(), columns, stream, *(at or (0, 0, columns))])
+            rows.append([*pointers, g.numel(), columns, stream & 0xFFFFFFFF, *(at or (0, 0, columns))])
         table = torch.tensor(rows, dtype=torch.int64)
         rule = self.joined[1]
         made = rule.host(step, 1.0, **self.values(hypers))[: rule.scalars]
         scalars = torch.tensor(made, dtype=torch.float64).float()
         library = compiled(self.source, str(tensors[0][1].dtype).removeprefix("torch."), isa)
-        arguments = (table.data_ptr(), len(rows), scalars.data_ptr(), key, threads)
-        types = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
+        keys = torch.tensor([key], dtype=torch.int32)
+        arguments = (table.data_ptr(), len(rows), scalars.data_ptr(), keys.data_ptr(), threads)
+        types = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
         assert library.optgen_step(*(t(a) for t, a in zip(types, arguments, strict=True))) == 0
 
 

@@ -413,14 +413,14 @@ driver.set_active(Device())
 kernels = compiled.kernels(plans.load(SGD, "fp32"))
 fn = kernels.sgd_float32
 count = fn.arg_names.index("SWEEP") - 2 - ("step_key" in fn.arg_names)
-tables = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
-scalars = counting.Control(count, torch.device("cpu"))
+tables = torch.zeros(16, dtype=torch.int64), torch.zeros((8, 2), dtype=torch.int32)
 found = []
-for grad, tiles in ((tl.bfloat16, 4), (tl.float32, 8), (tl.float32, 8)):
+for grad, tiles, lines in ((tl.bfloat16, 4, 1), (tl.float32, 8, 1), (tl.float32, 8, 1), (tl.float32, 8, 3)):
+    scalars = counting.Control(count, torch.device("cpu"), lines)
     sweep = kernels.CONSTANTS["sgd_float32"]["SWEEP"]
     constants = {"SWEEP": launched(sweep, grad=grad, tiles=tiles, aligned=True)}
     call = compiled.Call(fn, *tables, range(count), "step_key" in fn.arg_names, constants, {})
-    outer, given, told = compiled._outer(call, scalars, 1)
+    outer, given, told = compiled._outer(call, scalars)
     made = outer.warmup(*given, grid=(1,), **told, enable_fp_fusion=False, num_warps=1)
     found.append([len(outer.device_caches[0][0]), "bf16" in made.asm["ttir"], len(made.asm["cubin"]) > 0])
 print(json.dumps([triton.__version__, found]))
@@ -432,12 +432,13 @@ NO_OLDEST = pytest.mark.skipif(not OLDEST.is_dir(), reason="the oldest Triton is
 
 @pytest.mark.parametrize("oldest", [False, pytest.param(True, marks=NO_OLDEST)])
 def test_the_kernel_around_a_kernel_compiles_as_it_is_launched(compiling: dict[str, str], oldest: bool) -> None:
-    """From the very arguments of a launch, of which Triton makes the types itself: once for each set of constants."""
+    """From the very arguments of a launch, of which Triton makes the types itself: once for each set of constants, and
+    for one line of scalars or several."""
     path = os.pathsep.join([str(OLDEST)] * oldest + [compiling.get("PYTHONPATH", "")])
     env = {**compiling, "PYTHONPATH": path}
     version, found = json.loads(python(LAUNCHED, env=env))
     assert (version == triton.__version__) != oldest or triton.__version__.startswith("3.6.")
-    assert found == [[1, True, True], [2, False, True], [2, False, True]]
+    assert found == [[1, True, True], [2, False, True], [2, False, True], [3, False, True]]
 
 
 def test_a_graph_of_what_ranks_agree_on_is_refused() -> None:

@@ -268,10 +268,13 @@ def captured(work: Callable[[], None], device: torch.device) -> Callable[[], Non
     return graph.replay
 
 
-def replayed_differences(name: str, plan: str, fresh: bool, device: torch.device, capture: Any = captured) -> list[str]:
+def replayed_differences(
+    name: str, plan: str, fresh: bool, device: torch.device, capture: Any = captured, host: bool = False
+) -> list[str]:
     """Return what replayed steps store with other bits than the same steps outside a graph.
 
     fresh  gradients are new tensors, made in the graph
+    host   rates are floats, which the host sends
     """
     shapes, dtype = ((64, 200), (130, 150), (33, 7)), torch.float32 if plan == "fp32" else torch.bfloat16
     if device.type == "cpu":
@@ -282,11 +285,12 @@ def replayed_differences(name: str, plan: str, fresh: bool, device: torch.device
     for _ in range(2):
         params = [nn.Parameter(w.to(device, copy=True)) for w in start]
         lr = torch.tensor(1e-2, device=device)
-        opt = cls(params, lr=lr, plan=plan, backend="triton", capturable=True)
+        opt = cls(params, lr=lr, plan=plan, backend="triton", capturable="host" if host else True)
         sides.append((params, [torch.zeros_like(p) for p in params], lr, opt))
 
     def feed(step: int) -> None:
-        for _, inputs, lr, _ in sides:
+        for _, inputs, lr, opt in sides:
+            opt.param_groups[0].update({"lr": 1e-2 / (step + 1)} if host else {})
             again = torch.Generator().manual_seed(100 + step)
             for x in inputs:
                 x.copy_(torch.randn(x.shape, generator=again))
@@ -310,6 +314,7 @@ def replayed_differences(name: str, plan: str, fresh: bool, device: torch.device
     replay = capture(lambda: work(*sides[0]), device)
     for step in range(1, 6 if device.type == "cuda" else 3):
         feed(step)
+        assert not host or sides[0][3].next_graph() == (0 if device.type == "cuda" else None)
         replay()
         work(*sides[1])
         if found := differences(kept(*sides[0]), kept(*sides[1]), f"step {step}"):
@@ -319,9 +324,10 @@ def replayed_differences(name: str, plan: str, fresh: bool, device: torch.device
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize(("name", "plan"), GRAPHS)
-def test_replayed_steps_are_the_steps_outside_a_graph(name: str, plan: str, fresh: bool) -> None:
-    assert not replayed_differences(name, plan, fresh, DEVICE)
+def test_replayed_steps_are_the_steps_outside_a_graph(name: str, plan: str, host: bool, fresh: bool) -> None:
+    assert not replayed_differences(name, plan, fresh, DEVICE, host=host)
 
 
 # Far beyond 2^31 ------------------------------------------------------------------------------------------------------
@@ -380,7 +386,7 @@ def test_strict_kernels_are_compared_bit_by_bit(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_step_that_is_not_repeated_is_seen() -> None:
-    assert not replayed_differences("AdamW", "fp32", False, CPU)
+    assert not any(replayed_differences("AdamW", "fp32", False, CPU, host=host) for host in (False, True))
     nothing = lambda work, device: lambda: None  # noqa: E731
     assert replayed_differences("AdamW", "fp32", True, CPU, nothing)[0].startswith("step 1: p of tensor 0")
 

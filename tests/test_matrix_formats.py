@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from optgen.lang import (
 from optgen.lang.spec import Recurrence
 from optgen.ops import dtypes
 from optgen.runtime.layout.plans import load
+from optgen.runtime.options.options import Numbers
 from optgen.runtime.records.keys import step_key, stream_key
 from optgen.runtime.reference import matrices
 from optgen.runtime.reference.matrix_codecs import CODECS
@@ -337,8 +339,10 @@ def test_what_is_relative_changes_with_its_root_and_random_bits_are_counted_on_t
     (variant, *_) = (v for v in load(optgen.compile(low, plans.int8), "int8").variants if v.eager.random)
     control = counting.Control(0, torch.device("cpu"))
     bare = replace(variant, rule=replace(variant.rule, host=lambda *_: ()))
+    lines = counting.Lines([0], [0], [torch.tensor(0)], [()])
+    numbers = [Numbers(SimpleNamespace(HYPERS=()), {"maximize": False, "seed": 0})]
     with pytest.raises(RuntimeError, match=r"alone, average, size, upper: matrix states are rounded by random numbers"):
-        counting.on_device(bare, control, torch.tensor(0), (), 1.0, {}, 0)
+        counting.on_device(bare, control, lines, numbers, torch.device("cpu"))
 
 
 def test_plans_say_the_bits_of_matrix_states() -> None:

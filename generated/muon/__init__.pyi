@@ -31,6 +31,6 @@ class Muon(Optimizer):
         *,
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
-        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, offload: bool = False,
-        stagger: bool = False, workspace: int | str | None = None,
+        fused: bool | None = None, capturable: bool | str = False, differentiable: bool = False,
+        offload: bool = False, stagger: bool = False, workspace: int | str | None = None,
     ) -> None: ...

@@ -1,4 +1,4 @@
-"""Triton kernels: one launch per (group, plan, dtype) over all its tensors.
+"""Triton kernels: one launch per (plan, dtype) over all tensors.
 
 A program walks the tiles of its work item.  A tile is `G` storage blocks of `B` elements (a flat run of
 elements where nothing is stored in blocks): 256 elements, 8 per thread of one warp, so that bf16 moves in

@@ -190,6 +190,22 @@ class Checkpointed(torch.optim.Optimizer):
                 )
         return found
 
+    def next_graph(self) -> int | None:
+        """Count the step that a CUDA graph is about to make, and send its numbers to the device (capturable="host").
+
+        Return which one to replay, in the order of captures; or None, and nothing has changed, if none of them is the
+        step that comes next: it is of another kind, or parameters, states or options are others than at the capture.
+        """
+        self._refuse_in_evaluation("next_graph()")
+        found = [(one._owner(), one._stepper.graphs) for one in self._members]
+        for number, graphs in enumerate(zip(*(graphs for _, graphs in found), strict=False)):
+            pairs = [(graph, owner, graph.prepared(owner)) for graph, (owner, _) in zip(graphs, found, strict=True)]
+            if all(ready is not None for *_, ready in pairs):
+                for graph, owner, ready in pairs:
+                    graph.send(owner, ready or ())
+                return number
+        return None
+
     def memory(self) -> memory.Memory:
         """Return the bytes of the trainable weights and of their states, made already or not yet."""
         measured = []
@@ -221,7 +237,8 @@ class Optimizer(Checkpointed):
               where parameters have none) and steps, in any order or grouping
     maximize  step along the gradient, not against it
     capturable  count steps on the device and read nothing there, so that a CUDA graph may hold the step; numbers given
-              as tensors on the device stay tensors, the others are part of the graph
+              as tensors on the device stay tensors, the others are part of the graph.  "host": the host counts, and
+              `next_graph()` sends the numbers of each step before a replay
     offload   keep the states in host memory and let the host update the weights of an accelerator
     stagger   of rules that do more at every k-th step, such as new bases of matrices: let each parameter do so at steps
               of its own (by its position over all groups), so that no step does it for all but the first
@@ -264,7 +281,7 @@ class Optimizer(Checkpointed):
         seed: int = 0,
         foreach: bool | None = None,
         fused: bool | None = None,
-        capturable: bool = False,
+        capturable: bool | str = False,
         differentiable: bool = False,
         offload: bool = False,
         stagger: bool = False,

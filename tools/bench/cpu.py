@@ -76,6 +76,7 @@ def size(name: str) -> tuple[str, race.Shapes, int]:
 def chosen(only: Sequence[str], quick: bool, backend: str) -> tuple[list[Contender], dict[str, str]]:
     """Return (contenders, name -> why it is missing); the one that all are compared with is always among them."""
     found = race.torch_s_own() + race.generated(backend)
+    found += [race.in_groups(c) for c in found if c.name in (BASE, "AdamW fp32", FLAGSHIP)]
     if quick and not only:
         return [c for c in found if c.name in QUICK], {}
     others, missing = race.peers("cpu")
@@ -121,8 +122,9 @@ def main(given: Sequence[str] | None = None) -> int:
     for count in threads:
         for name, (title, shapes, steps) in sizes.items():
             copied = 2**28 if steps == 1 else 0  # what lies in the caches is not held to memory
+            some = [c for c in contenders if len(shapes) > 1 or "group" not in c.name]
             found = race.section(
-                title, shapes, contenders, threads=count, rounds=rounds, steps=steps, copied=copied
+                title, shapes, some, threads=count, rounds=rounds, steps=steps, copied=copied
             )
             data["sections"][f"{name}, {count}"] = found
             data["targets"] = [t.judge(data["sections"], machine["vectors"]) for t in TARGETS]

@@ -56,7 +56,8 @@ class Call:
     scalars: Any
 
     def __call__(self, function: Callable[..., int], key: int) -> None:
-        status = function(ctypes.addressof(self.rows), self.tensors, ctypes.addressof(self.scalars), key, 1)
+        given = ctypes.addressof(self.scalars), ctypes.byref(ctypes.c_int32(key))
+        status = function(ctypes.addressof(self.rows), self.tensors, *given, 1)
         assert status == 0
 
 
@@ -67,7 +68,7 @@ def recorded(optimizer: str, plan: str, numel: int, param: torch.dtype) -> Itera
     p = torch.nn.Parameter((torch.randn(numel, generator=generator) * 0.02).to(param))
     p.grad = (torch.randn(numel, generator=generator) * 1e-3).to(param)
     opt = getattr(optgen.optim, optimizer)([p], plan=plan, backend="cpp")
-    calls: list[tuple[int, int, list[float]]] = []
+    calls: list[tuple[int, list[float]]] = []
     found = cpu._function
 
     def recording(library: ctypes.CDLL, bucket: Any) -> Any:
@@ -75,13 +76,13 @@ def recorded(optimizer: str, plan: str, numel: int, param: torch.dtype) -> Itera
         if bucket.variant.temps or bucket.variant.reduced:
             raise SystemExit(f"kernel: {optimizer} takes several stages; this times kernels of one")
         jobs.append(cpu.job(bucket.plan, bucket.variant, bucket.grad_dtype))
-        width = len(bucket.variant.fields) + 8
+        width, count = len(bucket.variant.fields) + 8, bucket.variant.host[1]
 
-        def call(table: int, tensors: int, scalars: Any, key: int, threads: int) -> int:
+        def call(table: int, tensors: int, scalars: int, keys: int, threads: int) -> int:
             rows = (ctypes.c_int64 * (tensors * width)).from_address(table)
             tables.append((ctypes.c_int64 * len(rows))(*rows))
-            calls.append((tensors, key, list(scalars)))
-            return step(table, tensors, scalars, key, threads)
+            calls.append((tensors, [*(ctypes.c_float * count).from_address(scalars)]))
+            return step(table, tensors, scalars, keys, threads)
 
         return call
 
@@ -89,7 +90,7 @@ def recorded(optimizer: str, plan: str, numel: int, param: torch.dtype) -> Itera
     tables: list[Any] = []
     with patch.object(cpu, "_function", recording):
         opt.step()
-    (job,), (rows,), ((tensors, _, scalars),) = jobs, tables, calls
+    (job,), (rows,), ((tensors, scalars),) = jobs, tables, calls
     yield Call(job, rows, tensors, (ctypes.c_float * len(scalars))(*scalars))
     del opt
 
@@ -100,7 +101,7 @@ def function(job: native.Job, name: str = "optgen_step") -> Callable[..., int]:
         raise SystemExit(f"kernel: {library}")
     found: Any = getattr(library, name)
     if name == "optgen_step":
-        found.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
+        found.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
     else:
         found.argtypes, found.restype = (ctypes.c_int64,), ctypes.c_int64
     return found

@@ -223,6 +223,16 @@ def generated(backend: str) -> list[Contender]:
     return found
 
 
+def in_groups(contender: Contender, rates: int = 28) -> Contender:
+    """Return a contender that has each tensor in a group of its own, with so many rates in all."""
+
+    def make(params: Sequence[torch.nn.Parameter]) -> Any:
+        groups: Any = [{"params": [p], "lr": 1e-3 * (1 + k % rates / rates)} for k, p in enumerate(params)]
+        return contender.make(groups)
+
+    return replace(contender, name=f"{contender.name}, a group for each tensor", make=make)
+
+
 class Released:
     """An optimizer whose gradients are released: `step` is a backward pass that does nothing but hand them over."""
 

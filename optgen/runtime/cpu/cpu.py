@@ -2,10 +2,11 @@
 
 The exported function of a kernel (optgen/runtime/cpu/cpp/optgen.h):
 
-    int32_t optgen_step(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads)
+    int32_t optgen_step(
+        const int64_t *table, int64_t tensors, const float *scalars, const int32_t *keys, int32_t threads)
 
-table is a row of int64 per tensor, as `workspace.rows` makes them.  Elements are divided evenly among the threads;
-their number does not change a bit of the result.
+table is a row of int64 per tensor, as `workspace.rows` makes them; scalars and step keys stand line by line.  Elements
+are divided evenly among the threads; their number does not change a bit of the result.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,12 +28,13 @@ from optgen.runtime.records import Variant, dtype_name
 from optgen.runtime.records.join import Pair
 from optgen.runtime.work import staged
 from optgen.runtime.work.bucket import Bucket
+from optgen.runtime.work.counting import HostScalars
 
 SERIAL = 64 * 1024
 """Elements in all below which one thread does the work: starting a second takes as long as they do."""
 
-Step = Callable[[int, int, "ctypes.Array[ctypes.c_float]", int, int], int]
-"""(address of the table, tensors, scalars, step key, threads) -> 0."""
+Step = Callable[[int, int, int, int, int], int]
+"""(address of the table, tensors, addresses of the scalars and of the step keys, threads) -> 0."""
 
 
 @functools.cache
@@ -75,7 +76,7 @@ def kernels(buckets: Sequence[Bucket]) -> list[Step | native.Unavailable]:
 def _function(library: ctypes.CDLL, bucket: Bucket) -> Step:
     function = library.optgen_stages if bucket.in_parts else library.optgen_step
     function.restype = ctypes.c_int32
-    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
     if bucket.in_parts:
         function.argtypes = (*function.argtypes, ctypes.c_int32, ctypes.c_int32)
     return function
@@ -134,23 +135,24 @@ def threads(elements: int) -> int:
     return torch.get_num_threads() if elements >= SERIAL and not _forked else 1
 
 
-def runner(bucket: Bucket, table: TensorTable, scalars: Any, step_key: int) -> staged.Runner:
+def runner(bucket: Bucket, table: TensorTable, scalars: HostScalars) -> staged.Runner:
     """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
     stages: Callable[..., int] | None = bucket.kernel
     assert stages is not None
     assert table.room is not None
-    count = threads(table.elements)
+    count, given = threads(table.elements), (scalars.values.buffer_info()[0], scalars.keys.buffer_info()[0])
 
     def kernels(begin: int, end: int) -> None:
-        code = stages(table.address, table.tensors, scalars, step_key, count, begin, end)
+        code = stages(table.address, table.tensors, *given, count, begin, end)
         if code:
             raise RuntimeError(f"a C++ kernel refused its table (code {code})")
 
-    yield from staged.drive(bucket, table.room, scalars, step_key, kernels)
+    yield from staged.drive(bucket, table.room, scalars, kernels)
     torch.autograd.graph.increment_version(bucket.params)
 
 
-def call(step: Step, table: TensorTable, scalars: ctypes.Array[ctypes.c_float], step_key: int) -> None:
-    code = step(table.address, table.tensors, scalars, step_key, threads(table.elements))
+def call(step: Step, table: TensorTable, scalars: HostScalars) -> None:
+    given = scalars.values.buffer_info()[0], scalars.keys.buffer_info()[0]
+    code = step(table.address, table.tensors, *given, threads(table.elements))
     if code:
         raise RuntimeError(f"a C++ kernel refused its table (code {code})")

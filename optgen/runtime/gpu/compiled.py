@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.records.join import Pair
-from optgen.runtime.work.counting import Control
+from optgen.runtime.work.counting import Control, HostScalars
 
 
 @functools.cache
@@ -59,14 +59,14 @@ class Call:
     options: Mapping[str, Any]
 
 
-def start(call: Call, scalars: Sequence[float] | Control, step_key: int) -> None:
+def start(call: Call, scalars: HostScalars | Control) -> None:
     """Launch a kernel; in a `Control` the scalars and the key of a step are on the device."""
-    outer, given, told = _outer(call, scalars, step_key)
+    outer, given, told = _outer(call, scalars)
     options = _roomier.get(_key(call, scalars), call.options) if _roomier else call.options
     outer[(call.work.shape[0],)](*given, **told, **options)
 
 
-def load(call: Call, scalars: Sequence[float] | Control, step_key: int) -> None:
+def load(call: Call, scalars: HostScalars | Control) -> None:
     """Compile the kernel that `start` launches with the same arguments for the current device, and put it there, unless
     that was done before.
 
@@ -76,7 +76,7 @@ def load(call: Call, scalars: Sequence[float] | Control, step_key: int) -> None:
     key = _key(call, scalars)
     if key in _loaded:
         return
-    outer, given, told = _outer(call, scalars, step_key)
+    outer, given, told = _outer(call, scalars)
 
     def spills(options: Mapping[str, Any]) -> int:
         made = outer.warmup(*given, grid=(call.work.shape[0],), **told, **options)
@@ -131,24 +131,35 @@ _roomier: dict[tuple[object, ...], dict[str, Any]] = {}
 """The options of those that need more registers than they were planned with, or are given."""
 
 
-def _key(call: Call, scalars: Sequence[float] | Control) -> tuple[object, ...]:
+def _key(call: Call, scalars: HostScalars | Control) -> tuple[object, ...]:
     """Return a key of all that decides what is compiled, and for which device."""
     key = (id(call.kernel), call.table.device, *call.constants.items(), *call.options.items())
-    return (*key, *call.scalars, call.keyed) if isinstance(scalars, Control) else key
+    return (*key, *call.scalars, call.keyed, scalars.lines > 1) if isinstance(scalars, Control) else key
 
 
 def _outer(
-    call: Call, scalars: Sequence[float] | Control, step_key: int
+    call: Call, scalars: HostScalars | Control
 ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
     """Return (kernel, arguments, constants) of a launch; if its scalars are on the device, of the kernel around it."""
-    if not isinstance(scalars, Control):
-        key = (step_key,) if call.keyed else ()
-        return call.kernel, (call.table, call.work, *(scalars[k] for k in call.scalars), *key), call.constants
+    if not (isinstance(scalars, Control) and (call.scalars or call.keyed)):
+        given: tuple[Any, ...] = ()
+        if not isinstance(scalars, Control):
+            given = (*(scalars.values[k] for k in call.scalars), *scalars.keys[: call.keyed])
+        return call.kernel, (call.table, call.work, *given), call.constants
     from optgen.runtime.gpu import device_steps
 
     around = {"kernel": call.kernel, "WHICH": tuple(call.scalars), "KEYED": call.keyed}
-    around |= {"CONSTANTS": _ordered(call.kernel, call.constants)}
+    around |= {"LINE": _place_of_line(call, scalars), "CONSTANTS": _ordered(call.kernel, call.constants)}
     return device_steps.controlled, (call.table, call.work, scalars.values, scalars.words), around
+
+
+def _place_of_line(call: Call, scalars: Control) -> tuple[int, ...]:
+    """Return where a program finds the number of its line (`device_steps.controlled`); () where there is one line."""
+    if scalars.lines == 1:
+        return ()
+    (record,) = call.constants.values()
+    entry = record.numel + 2 if call.keyed else record.rounds[0].matrices + 5  # sizes of matrices and of the tensor
+    return call.work.shape[1], record.width, entry, scalars.values.shape[1]
 
 
 def _ordered(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:

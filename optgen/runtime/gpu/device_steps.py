@@ -39,15 +39,25 @@ def step_key(number, stream):
 
 
 @triton.jit
-def controlled(table, work, values, words, kernel: tl.constexpr, WHICH: tl.constexpr, KEYED: tl.constexpr, CONSTANTS):
+def controlled(
+    table, work, values, words, kernel: tl.constexpr, WHICH: tl.constexpr, KEYED: tl.constexpr, LINE: tl.constexpr,
+    CONSTANTS,
+):  # fmt: skip
     """`kernel`, a program of it for each program.
 
-    values     fp32: the scalars of a step; WHICH of them the kernel takes, by position
-    words      int64 (2,): the number of the step, and the stream of its key
+    values     fp32: the scalars of a step, line by line; WHICH of them the kernel takes, by position
+    words      int64, two of each line: the number of the step, and the stream of its key
     KEYED      whether the kernel takes the key
+    LINE       where a tensor's line stands, above its stream key: entries of a work item, entries of a row of the
+               table, and that entry; then the scalars of a line.  () where all tensors have one line
     CONSTANTS  what else it takes, in its order: a tuple of constexpr, not a constexpr of a tuple, which Triton 3.6 does
                not take apart at a star
     """
+    if len(LINE) > 0:
+        row = table + LINE[1] * tl.load(work + LINE[0] * tl.program_id(0)).to(tl.int64)
+        line = tl.load(row + LINE[2]) >> 32
+        values += LINE[3] * line
+        words += 2 * line
     if KEYED:
         kernel(table, work, *_chosen(values, WHICH), step_key(tl.load(words), tl.load(words + 1)), *CONSTANTS)
     else:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.states import state
-from optgen.runtime.step.model_sums import ModelSums, Parts, value_of
+from optgen.runtime.step.model_sums import ModelSums, Parts, total, value_of
 from optgen.runtime.work.bucket import Bucket
 
 KEY = "model_sums"
@@ -80,12 +80,15 @@ class PreviousSums(ModelSums):
         """Return the sum in the order of an ordinary step: bucket after bucket."""
         every = {position: (key, values[len(self.found)]) for position, (key, values) in self.noted.items()}
         for bucket, values in parts:
-            alone = [[x] for x in values] if len(values) == len(bucket.positions) else [values]
-            every |= {k: (_key(bucket, bucket.group), own) for k, own in zip(bucket.positions, alone, strict=False)}
+            lines = [bucket.line_of[i] for i in bucket.live]
+            several = len(values) != len(bucket.positions)
+            places = [bucket.lines.firsts[k] for k in lines] if several else bucket.positions
+            for place, line, x in zip(places, lines, values, strict=True):
+                every.setdefault(place, (_key(bucket, line, bucket.lines.groups[line]), []))[1].append(x)
         buckets: dict[object, list[Tensor]] = {}
         for _, (key, values) in sorted(every.items(), key=lambda item: item[0]):
             buckets.setdefault(key, []).extend(values)
-        self.found.append(super().total([(parts[0][0], [x for values in buckets.values() for x in values])]))
+        self.found.append(total([x for values in buckets.values() for x in values]))
         return self.found[-1]
 
     def end(self, groups: list[dict[str, Any]]) -> None:
@@ -106,7 +109,7 @@ class OfOne(ModelSums):
     def total(self, parts: Parts) -> Tensor:
         """Note what the parameter adds, and return the sum of the step before."""
         ((bucket, values),) = parts
-        _, noted = self.sums.noted.setdefault(bucket.positions[0], (_key(bucket, self.number), []))
+        _, noted = self.sums.noted.setdefault(bucket.positions[0], (_key(bucket, 0, self.number), []))
         noted.append([x.clone() for x in values])
         assert self.sums.former is not None
         return self.sums.former[len(noted) - 1]
@@ -118,6 +121,6 @@ class OfOne(ModelSums):
                 s[name].copy_(value)
 
 
-def _key(bucket: Bucket, number: int) -> object:
-    """Return what tells buckets of an ordinary step apart."""
-    return (number, *bucket.kind[1:], bucket.step, *bucket.host)
+def _key(bucket: Bucket, line: int, number: int) -> object:
+    """Return what tells lines of an ordinary step apart; number: of the group."""
+    return (number, *bucket.kind, bucket.lines.steps[line], *bucket.lines.hosts[line])

@@ -7,6 +7,7 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ MODE = "train_mode"
 RUNNING = ("capturable", "offload")
 """Keys for the way in which a step is made, not for its result.  A group has them only if they were requested."""
 
+HOST = "host"
+"""The value of `capturable` under which the host sends the numbers of each step before a graph is replayed."""
+
 BASE = "base_lr"
 """Key of a group of a rule with scheduled hyper-parameters: the lr that they belong to, at which the group began."""
 
@@ -46,9 +50,8 @@ average 1.14 times; of the golden ratio 4 and 1.34 times, at random 5 and 1.9.""
 def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """The coerced options among a group's keys; TypeError or ValueError where one is out of its range."""
     owner = cls.__name__
-    running = {name: switch(group[name], name, owner) for name in RUNNING if group.get(name) is not None}
-    _check_running(cls, group, running)
-    on_device = running.get("capturable", False)
+    running = _running(cls, group)
+    on_device = running.get("capturable") is True
     found: dict[str, Any] = {h.name: h.check(group[h.name], owner, on_device) for h in cls.HYPERS if h.name in group}
     found |= running
     if BASE in group and any(hyper.scheduled for hyper in cls.HYPERS):
@@ -74,21 +77,25 @@ def _switches(cls: Any) -> tuple[str, ...]:
     return ("maximize", *[flag.name for flag in cls.FLAGS if not flag.derived])
 
 
-def _check_running(cls: Any, group: Mapping[str, Any], found: Mapping[str, bool]) -> None:
-    """Raise ValueError if a step cannot be made in the ways asked for; `foreach` and `fused` have no effect."""
+def _running(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ways in which steps are to be made; ValueError if they cannot; `foreach`, `fused` have no effect."""
+    given = {name: group[name] for name in RUNNING if group.get(name) is not None}
+    host = given.get("capturable") == HOST
+    found = {name: x if host and name == "capturable" else switch(x, name, cls.__name__) for name, x in given.items()}
     if _is_given(differentiable := group.get("differentiable")):
         raise ValueError(
             f"{cls.__name__} does not support differentiable={differentiable!r:.80}: the step is one fused kernel that "
             f"autograd does not see"
         )
     changing = [flag.name for flag in cls.FLAGS if flag.clock is not None]
-    if found.get("capturable") and changing:
+    if found.get("capturable") is True and changing:
         raise ValueError(
             f"{cls.__name__} does not support capturable=True: {changing[0]} makes some of its steps different ones, "
-            f"and a CUDA graph repeats one step"
+            f"and a CUDA graph repeats one step; capturable={HOST!r} takes a graph for each kind"
         )
     if (fused := group.get("fused")) is not None and switch(fused, "fused", cls.__name__) and group.get("foreach"):
         raise ValueError(f"{cls.__name__}: fused and foreach cannot both be True, as in torch")
+    return found
 
 
 def check_again(cls: Any, group: Mapping[str, Any]) -> None:
@@ -190,6 +197,27 @@ def rates(cls: Any, given: Mapping[str, Any], group: Mapping[str, Any], defaults
     return found
 
 
+class Numbers:
+    """The numbers of the groups that are alike in these, as a step takes them.
+
+    sign  what gradients are multiplied with
+    seed  of the random bits
+    """
+
+    def __init__(self, cls: Any, group: Mapping[str, Any]) -> None:
+        self._cls, self._group = cls, group
+        self.sign, self.seed = -1.0 if group["maximize"] else 1.0, group["seed"]
+
+    @cached_property
+    def hypers(self) -> dict[str, Any]:
+        """The hyper-parameters, read once for all buckets; errors as of `hypers_of`."""
+        return hypers_of(self._cls, self._group)
+
+    def on(self, device: torch.device) -> dict[str, Any]:
+        """Return the hyper-parameters as they are, tensors on a device among them."""
+        return hypers_of(self._cls, self._group, device)
+
+
 def hypers_of(cls: Any, group: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Return the hyper-parameters of a group as a step takes them, by name; `device` as in `Hyper.read`.
 
@@ -201,6 +229,7 @@ def hypers_of(cls: Any, group: Mapping[str, Any], device: torch.device | None = 
         if hyper.lr_if and group[hyper.lr_if]:
             found[hyper.name] = lr
         elif base or not (isinstance(lr, Tensor) or lr):
+            lr = lr.double() if isinstance(lr, Tensor) else lr
             found[hyper.name] = found[hyper.name] * (lr / base if base else 0.0)
         else:
             raise ValueError(

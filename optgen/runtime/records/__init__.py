@@ -84,7 +84,7 @@ class Hyper:
     def read(self, value: object, device: torch.device | None = None) -> Any:
         """Return the current value of the option, which schedulers may have set to anything number-like.
 
-        Tensors on `device` are not looked at: they come as 0-dim fp64 ones, not held to the range.
+        Tensors on `device` are not looked at: they come as 0-dim ones, not held to the range.
         """
         if isinstance(self.default, tuple):
             return tuple(self._read(part, device) for part in self._parts(value, self.name))
@@ -104,7 +104,7 @@ class Hyper:
     def _read(self, value: Any, device: torch.device | None) -> Any:
         there = device is not None and _is_tensor(value) and value.device == device
         if there and value.numel() == 1 and not value.is_complex():
-            return value.detach().reshape(()).double()
+            return value.detach().reshape(())
         return self._number(value, self.name)
 
     def _number(self, value: object, where: str) -> float:

@@ -7,13 +7,14 @@ on its device, without looking at its value.  So the generated host functions ar
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Scalar = float | Tensor
-"""A number of the host, or a 0-dim fp64 tensor of one; between conditions, a condition."""
+"""A number of the host, or an fp64 tensor, 0-dim or of several numbers; between conditions, a condition."""
 
 Truth = bool | Tensor
 """A condition: a bool, or a 0-dim bool tensor."""
@@ -31,7 +32,7 @@ def _like(x: Scalar | Truth, other: Any) -> Tensor:
     if isinstance(x, Tensor):
         return x
     device, dtype = other.device, torch.bool if isinstance(x, bool) else torch.float64
-    if torch.cuda._initialized and torch.cuda.is_current_stream_capturing():  # it may run when none of these is left
+    if _capturing():
         return torch.full((), x, dtype=dtype, device=device)
     key = (repr(x), device, _stream(device))
     found = _constants.get(key)
@@ -45,6 +46,28 @@ def _like(x: Scalar | Truth, other: Any) -> Tensor:
 def _stream(device: torch.device) -> int:
     """Return the stream that takes work on a device now."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def column(values: Sequence[Any], other: Tensor) -> Any:
+    """Return the value of several lines, numbers or 0-dim tensors on one device: the one that all have, else one tensor
+    of them; fp64.  Of tuples, such as `betas`, a tuple.  other: a tensor beside these."""
+    first = values[0]
+    if isinstance(first, tuple):
+        return tuple(column(parts, other) for parts in zip(*values, strict=True))
+    if all(x is first for x in values):
+        return first.double() if isinstance(first, Tensor) else first
+    if not any(isinstance(x, Tensor) for x in values):
+        if len({*map(repr, values)}) == 1:
+            return first
+        if not _capturing():
+            return torch.tensor(values, dtype=torch.float64).to(other.device)
+    alike = len({x.dtype if isinstance(x, Tensor) else None for x in values}) == 1
+    return torch.stack([x if alike and isinstance(x, Tensor) else _like(x, other).double() for x in values]).double()
+
+
+def _capturing() -> bool:
+    """Return True while a CUDA graph is captured, which may run when none of the kept numbers is left."""
+    return torch.cuda._initialized and torch.cuda.is_current_stream_capturing()
 
 
 def where(condition: Truth, then: Scalar, other: Scalar) -> Scalar:

@@ -13,6 +13,7 @@ import functools
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -29,10 +30,13 @@ from optgen.runtime.records.warn import tell, warn
 from optgen.runtime.states import state
 from optgen.runtime.work import counting, eager, staged
 from optgen.runtime.work.bucket import Bucket
-from optgen.runtime.work.counting import Scalars
+from optgen.runtime.work.counting import Control, HostScalars
 
 ALIGNMENT = 16
 """Bytes: the widest access of a thread."""
+
+Scalars = HostScalars | Control
+"""The scalars of a bucket's step: on the host, or on the device that computes them."""
 
 TILES = stages.TILES
 
@@ -70,8 +74,8 @@ def limits(kernels: ModuleType, function: str, major: int) -> dict[str, int]:
 
 
 class Signature(NamedTuple):
-    """The shapes, stream keys, addresses (p, g, the fields) and places of a bucket's tensors: while it is equal, the
-    tables hold."""
+    """The shapes, streams, addresses (p, g, the fields) and places of a bucket's tensors: while it is equal, the tables
+    hold.  Streams are keys of random bits, with the number of the tensor's line of scalars above."""
 
     shapes: list[torch.Size]
     streams: list[int]
@@ -87,7 +91,8 @@ class Signature(NamedTuple):
         matrix = bucket.variant.matrix
         if matrix != "last":
             shapes = [layout.matrix_shape(matrix, shape) for shape in shapes]
-        return cls(shapes, bucket.streams, columns, bucket.places)
+        streams = [line << 32 | key & 0xFFFFFFFF for line, key in zip(bucket.line_of, bucket.streams, strict=True)]
+        return cls(shapes, streams, columns, bucket.places)
 
     def with_gradients(self, addresses: list[int]) -> Signature:
         """Return the signature for gradients that lie elsewhere."""
@@ -109,23 +114,27 @@ class Kernels(ABC):
     def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
         self.signature, self.stream = now, stream
         self.device = bucket.device
-        self.control: counting.Control | None = old.control if old else None
+        self.control: Control | None = old.control if old else None
         self.own_memory = bucket.pool is None and bool(bucket.variant.temps)
 
-    def run(self, bucket: Bucket, scalars: Scalars, step_key: int) -> None:
+    def run(self, bucket: Bucket, scalars: Scalars) -> None:
         """Make the step of a bucket that needs nothing of the host."""
-        staged.run(self.runner(bucket, scalars, step_key))
+        staged.run(self.runner(bucket, scalars))
 
     @abstractmethod
-    def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
+    def runner(self, bucket: Bucket, scalars: Scalars) -> staged.Runner:
         """Return the step in parts, between which the host has something to do (see staged.py)."""
 
     @abstractmethod
     def follow(self, gradients: list[int]) -> None:
         """Take over other addresses of gradients, equal to the ones before modulo ALIGNMENT."""
 
-    def load(self, scalars: Scalars, step_key: int) -> None:
+    def load(self, scalars: Scalars) -> None:
         """Compile what `run` starts: what a compiler or a device refuses is refused before anything changes."""
+        return
+
+    def send(self, scalars: Scalars) -> None:
+        """Bring scalars to where kernels read them, if that is on a device."""
         return
 
 
@@ -135,8 +144,9 @@ class EagerKernels(Kernels):
     def __init__(self) -> None:
         self.control = None
 
-    def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
-        return eager.runner(bucket, scalars, step_key)
+    def runner(self, bucket: Bucket, scalars: Scalars) -> staged.Runner:
+        assert not isinstance(scalars, Control)
+        return eager.runner(bucket, scalars)
 
     def follow(self, gradients: list[int]) -> None:
         """Do nothing: the tiles read the gradients themselves."""
@@ -160,12 +170,13 @@ class CppKernels(Kernels):
             lines = workspace.rows(now.columns, room, now.shapes, now.streams, now.places, False)
             self.table = cpu.table(lines)
 
-    def run(self, bucket: Bucket, scalars: Scalars, step_key: int) -> None:
-        assert self.kernel is not None
-        cpu.call(self.kernel, self.table, scalars, step_key)
+    def run(self, bucket: Bucket, scalars: Scalars) -> None:
+        assert self.kernel is not None and not isinstance(scalars, Control)
+        cpu.call(self.kernel, self.table, scalars)
 
-    def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
-        return cpu.runner(bucket, self.table, scalars, step_key)
+    def runner(self, bucket: Bucket, scalars: Scalars) -> staged.Runner:
+        assert not isinstance(scalars, Control)
+        return cpu.runner(bucket, self.table, scalars)
 
     def follow(self, gradients: list[int]) -> None:
         live = [g for g, shape in zip(gradients, self.signature.shapes, strict=True) if 0 not in shape]
@@ -192,23 +203,31 @@ class TritonKernels(Kernels):
         self.spare: Tensor | None = None
         self.own_memory |= bool(self.launches.kept)
 
-    def load(self, scalars: Scalars, step_key: int) -> None:
+    def load(self, scalars: Scalars) -> None:
         _tell_compiling(self.plan)
         with guard(self.device):
             for call in stages.stretch(self.launches):
-                compiled.load(call, scalars, step_key)
+                compiled.load(call, self.control or scalars)
 
-    def _start(self, scalars: Scalars, step_key: int, begin: int = 0, end: int | None = None) -> None:
+    def _start(self, scalars: Scalars, begin: int = 0, end: int | None = None) -> None:
         with guard(self.device):
             for call in stages.stretch(self.launches, begin, end):
-                compiled.start(call, scalars, step_key)
+                compiled.start(call, self.control or scalars)
 
-    def run(self, bucket: Bucket, scalars: Scalars, step_key: int) -> None:
-        self._start(scalars, step_key)
+    def run(self, bucket: Bucket, scalars: Scalars) -> None:
+        self.send(scalars)
+        self._start(scalars)
 
-    def runner(self, bucket: Bucket, scalars: Scalars, step_key: int) -> staged.Runner:
-        start = functools.partial(self._start, scalars, step_key)
-        yield from staged.drive(bucket, self.launches.room, scalars, step_key, start)
+    def send(self, scalars: Scalars) -> None:
+        # For a graph the host does so before each replay.
+        if self.control is not None and not isinstance(scalars, Control) and not counting.capturing():
+            with guard(self.device):
+                self.control.send(scalars)
+
+    def runner(self, bucket: Bucket, scalars: Scalars) -> staged.Runner:
+        self.send(scalars)
+        start = functools.partial(self._start, scalars)
+        yield from staged.drive(bucket, self.launches.room, scalars, start)
         torch.autograd.graph.increment_version(bucket.params)
 
     def _point(self, gradients: list[int]) -> Tensor:
@@ -222,6 +241,15 @@ class TritonKernels(Kernels):
         with guard(self.device):
             self.launches = stages.moved(self.launches, workspace.sent(self._point(gradients), self.device))
         self.signature = self.signature.with_gradients(gradients)
+        self.stock()
+
+    def settle(self, bucket: Bucket) -> None:
+        """Make the memory of scalars on the device, where there are several lines or it counts steps."""
+        lines = len(bucket.lines)
+        if not (bucket.counted or bucket.sent) and lines == 1:
+            self.control = None
+        elif self.control is None or self.control.lines != lines:
+            self.control = Control(bucket.variant.host[1], bucket.device, lines)
         self.stock()
 
     def stock(self) -> None:
@@ -238,7 +266,7 @@ class TritonKernels(Kernels):
         """Return kernels for a CUDA graph: these where nothing has moved, else a copy for gradients that lie elsewhere,
         and the memory on the host from which the graph fills its table, at each run."""
         if now == self.signature:
-            return self, None
+            return copy.copy(self), None
         gradients, spare = now.columns[1], self.spare
         pairs = zip(gradients, self.signature.columns[1], strict=False)
         moved = self.signature.with_gradients(gradients) != now or any((a ^ b) % ALIGNMENT for a, b in pairs)
@@ -274,18 +302,19 @@ class Launcher:
 
     def __init__(self) -> None:
         self._kept, self.used = Tables(), Tables()
-        self._alike: Counter[tuple[object, ...]] = Counter()
         self._captured: list[object] = []
         self._capturing = False
         self._pools: dict[int, workspace.Pool] = {}
         self._turns: Counter[int] = Counter()
 
-    def begin(self) -> None:
-        """Begin a step: what the step before did not use is dropped; not so where a CUDA graph takes the step up."""
+    def begin(self, others: Iterable[Tables]) -> None:
+        """Begin a step: what the step before did not use is dropped; where a CUDA graph takes the step up, it may have
+        been used by others, too."""
         self._capturing = counting.capturing()
-        if not self._capturing:
+        if self._capturing:
+            self.used = {key: made for one in (*others, self.used) for key, made in one.items()}
+        else:
             self._kept, self.used = self.used, {}
-        self._alike.clear()
         self._turns.clear()
         for pool in self._pools.values():
             pool.grown = False
@@ -304,9 +333,7 @@ class Launcher:
         place = self._turns[bucket.turn] * bucket.waits  # the buckets of one turn run together, each beside the others
         if not bucket.variant.model_temps and not self._capturing:
             bucket.pool = self._pools.setdefault(place, workspace.Pool())
-        alike = (*bucket.kind, bucket.backend, place)  # whose memory tables keep
-        self._alike[alike] += 1  # several buckets where parameters have made unequally many steps
-        key = (*alike, self._alike[alike])
+        key = (*bucket.kind, bucket.backend, place)
         with guard(bucket.device):
             if self._capturing:
                 return self._for_graph(bucket, now, self.used.get(key))
@@ -318,11 +345,8 @@ class Launcher:
                 bucket.check()
                 kind: type[Kernels] = CppKernels if bucket.backend == "cpp" else TritonKernels
                 old = kind(bucket, now, stream, old)
-            if bucket.counted:
-                assert isinstance(old, TritonKernels)
-                if old.control is None:
-                    old.control = counting.Control(bucket.variant.host[1], bucket.device)
-                old.stock()
+            if isinstance(old, TritonKernels):
+                old.settle(bucket)
             self.used[key] = old
         return old
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -40,15 +41,22 @@ Parts = Sequence[tuple[Bucket, list[Tensor]]]
 """What each of some buckets adds to a sum: of each of its tensors, a number."""
 
 
+def total(values: Sequence[Tensor]) -> Tensor:
+    """Return a sum, in order."""
+    if not values:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    return sums.in_lanes(torch.stack([v.to(values[0].device).reshape(()) for v in values]))
+
+
 class ModelSums:
     """The sums over the model of a step, and the states that are made of them."""
 
     def total(self, parts: Parts) -> Tensor:
-        """Return the sum, in the order of the parts."""
-        values = [value for _, own in parts for value in own]
-        if not values:
-            return torch.zeros((), dtype=torch.float32, device="cpu")
-        return sums.in_lanes(torch.stack([v.to(values[0].device).reshape(()) for v in values]))
+        """Return the sum, in the order of the lines."""
+        placed: list[tuple[int, Tensor]] = []
+        for bucket, values in parts:
+            placed += zip([bucket.lines.firsts[bucket.line_of[i]] for i in bucket.live], values, strict=True)
+        return total([value for _, value in sorted(placed, key=itemgetter(0))])
 
     def spread(self, states: Mapping[Any, Any], buckets: Sequence[Bucket]) -> None:
         """Give all parameters the values of the model's states: those of the first one in the step.
@@ -80,7 +88,7 @@ def run(waiting: Sequence[PreparedBucket], of: ModelSums) -> None:
 
 
 def _run(ready: Sequence[PreparedBucket], of: ModelSums, failures: list[Exception]) -> None:
-    """Run the buckets of a turn; sums are taken in the order of the parameters (see sums.py).
+    """Run the buckets of a turn; sums are taken in the order of the parameters (see sums.py), group by group.
 
     What runners need of other ranks comes first, in one message for all of them: a sum over the model is one that all
     wait for.
@@ -144,7 +152,8 @@ def _refuse_unequal(name: str, fresh: Sequence[tuple[Bucket, int]], groups: Sequ
     for b, i in fresh:
         hyper = b.variant.init.get(name)
         if isinstance(hyper, str):
-            starts.setdefault((hyper, ctypes.c_float(float(groups[b.group][hyper])).value), (b, i))
+            group = groups[b.lines.groups[b.line_of[i]]]
+            starts.setdefault((hyper, ctypes.c_float(float(group[hyper])).value), (b, i))
     if len(starts) > 1:
         (one, (a, i)), (other, (b, j)) = list(starts.items())[:2]
         raise RuntimeError(

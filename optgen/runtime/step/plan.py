@@ -11,6 +11,7 @@ users can free them.
 
 from __future__ import annotations
 
+import marshal
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +28,7 @@ from optgen.runtime.options.entries import Owner
 from optgen.runtime.step.launch import Kernels, Tables
 from optgen.runtime.work import counting, staged
 from optgen.runtime.work.bucket import Bucket
-from optgen.runtime.work.counting import Control, StepScalars
+from optgen.runtime.work.counting import Control, HostScalars, StepScalars
 
 State = dict[str, Any]
 
@@ -36,53 +37,83 @@ _contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
 
 
 class Options:
-    """The options of a parameter group: those that decide its buckets, and the numbers of a step.
+    """The options of parameter groups: those that decide their buckets, and the numbers of a step.
 
-    group    as it is now; `matches` takes another one
     decided  what decides buckets, as it was when they were made
+    values   all options, as they were at the last step; inside: lists and dicts among those that decide
+    numbers  of each group, one object for those that are alike
     """
 
     DECIDING = (*sorted(options.OWN - {"seed"}), *options.RUNNING, "param_names")
+    PLAIN = frozenset({float, int, bool, type(None)})
 
-    def __init__(self, cls: Any, group: Mapping[str, Any]) -> None:
-        self.cls, self.group = cls, group
+    def __init__(self, cls: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+        self.cls = cls
         limits = [name for flag in cls.FLAGS for name in flag.limits] + [h.name for h in cls.HYPERS if h.whole]
         self.keys = (*self.DECIDING, *limits)
-        self.decided = [x.copy() if isinstance(x, (list, dict)) else x for x in self._deciding(group)]
-        self.numbers = (*(h.name for h in cls.HYPERS), *(h.lr_if for h in cls.HYPERS if h.lr_if), options.BASE)
-        self.read: list[Any] = []
-        self.plain, self.hypers = False, dict[str, Any]()
+        lr_if = (h.lr_if for h in cls.HYPERS if h.lr_if)
+        self.read = (*(h.name for h in cls.HYPERS), *lr_if, options.BASE, "maximize", "seed")
+        self.params = self._listed(groups)
+        self.decided = [[x.copy() if isinstance(x, (list, dict)) else x for x in self._deciding(g)] for g in groups]
+        self._take(groups)
+
+    def _listed(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
+        return list(map(id, chain.from_iterable(map(_params, groups))))
 
     def _deciding(self, group: Mapping[str, Any]) -> list[Any]:
         own = list(map(group.get, self.keys))
-        return [list(map(id, group["params"])), list(group), options.flags_of(self.cls, group), *own]
+        return [len(group["params"]), list(group), options.flags_of(self.cls, group), *own]
 
-    def matches(self, group: Mapping[str, Any]) -> bool:
-        """Return True if a group has the same parameters and asks for the same buckets; its numbers are taken."""
-        self.group = group
-        if not self.plain:
-            self.read = []
-        return self._deciding(group) == self.decided
+    def match(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Return True if groups have the same parameters and ask for the same buckets; their numbers are taken."""
+        names, values = list(chain.from_iterable(groups)), list(chain.from_iterable(map(_values, groups)))
+        if self._listed(groups) != self.params:
+            return False
+        alike = names == self.names and all(map(is_, values, self.values))
+        if not alike or (self.inside and any(x != kept for x, kept in self.inside)):
+            if list(map(self._deciding, groups)) != self.decided:
+                return False
+            self._take(groups)
+        elif not self.plain:
+            self._number(groups)
+        return True
 
-    def on_host(self) -> dict[str, Any]:
-        """Return the hyper-parameters, read once for a step; not again while they are the same Python numbers."""
-        found = list(map(self.group.get, self.numbers))
-        if len(found) != len(self.read) or not all(map(is_, found, self.read)):
-            self.hypers = options.hypers_of(self.cls, self.group)
-            parts = chain.from_iterable(x if type(x) is tuple else (x,) for x in found)
-            self.read, self.plain = found, {*map(type, parts)} <= {float, int, bool, type(None)}
-        return self.hypers
+    def _take(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self.names, self.values = list(chain.from_iterable(groups)), list(chain.from_iterable(map(_values, groups)))
+        inside = (group.get(key) for group in groups for key in self.keys)
+        self.inside = [(x, x.copy()) for x in inside if isinstance(x, (list, dict))]
+        self._number(groups)
+
+    def _number(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Read the numbers anew; not again while they are the same Python numbers (`plain`)."""
+        found: dict[object, options.Numbers] = {}
+        self.numbers, self.plain = list[options.Numbers](), True
+        for group in groups:
+            own = tuple(map(group.get, self.read))
+            try:
+                key: object = marshal.dumps(own, 2)  # exact: zeros have signs, and 1 is not 1.0
+            except ValueError:  # tensors
+                key = None
+            if key not in found:
+                parts = chain.from_iterable(x if type(x) is tuple else (x,) for x in own)
+                if not self.PLAIN.issuperset(map(type, parts)):
+                    self.plain, key = False, id(group)
+                found[key] = options.Numbers(self.cls, group)
+            self.numbers.append(found[key])
 
     def count(self, bucket: Bucket, control: Control | None) -> StepScalars:
         """Compute the scalars of a bucket's step; control: where they are on the device, None for the host's.
 
         Raises ValueError if a hyper-parameter is out of its range.
         """
-        sign, seed = -1.0 if self.group["maximize"] else 1.0, self.group["seed"]
+        numbers = list(map(self.numbers.__getitem__, bucket.lines.groups))
         if control is None:
-            return counting.on_host(bucket.variant, bucket.row, bucket.step, bucket.host, sign, self.on_host(), seed)
-        hypers = options.hypers_of(self.cls, self.group, bucket.device)
-        return counting.on_device(bucket.variant, control, bucket.step, bucket.host, sign, hypers, seed)
+            return counting.on_host(bucket.variant, bucket.lines, numbers)
+        return counting.on_device(bucket.variant, control, bucket.lines, numbers, bucket.device)
+
+
+_params: Callable[[Any], Any] = itemgetter("params")
+_values: Callable[[Any], Any] = dict.values
 
 
 class PreparedBucket(NamedTuple):
@@ -98,13 +129,22 @@ class PreparedBucket(NamedTuple):
             with torch.no_grad():
                 staged.run(self.runner())
         else:
-            self.kernels.run(self.bucket, self.counted.scalars, self.counted.key)
+            self.kernels.run(self.bucket, self.counted.scalars)
             torch.autograd.graph.increment_version(self.bucket.params)  # nobody else sees what kernels write
         self.bucket.finish(self.counted.after)
 
     def runner(self) -> staged.Runner:
         """Return the step in parts, between which the host has something to do."""
-        return self.kernels.runner(self.bucket, self.counted.scalars, self.counted.key)
+        return self.kernels.runner(self.bucket, self.counted.scalars)
+
+
+    @property
+    def given(self) -> list[float]:
+        """The numbers that functions of matrices take, and keys of what they draw, which a CUDA graph repeats."""
+        scalars, variant = self.counted.scalars, self.bucket.variant
+        places = [x for stage in variant.stages if stage.on_host for x in stage.scalars]
+        found = [scalars.rounded(k, x) for k in range(len(self.bucket.lines)) for x in places]
+        return [*found, *scalars.keys] if variant.eager.random and isinstance(scalars, HostScalars) else found
 
 
 class PlannedBucket:
@@ -121,18 +161,25 @@ class PlannedBucket:
         self.grad_dtypes = [bucket.grad_dtype] * len(bucket.params)
         self.single = [i for i, shape in enumerate(self.shapes) if shape.numel() == 1]
         self.names = list(map(itemgetter, bucket.variant.names))
+        self.firsts = [bucket.line_of.index(k) for k in range(len(bucket.lines))]
         entries = [states[p] for p in self.params]
         self.fields = [weakref.ref(x) for x in chain.from_iterable(map(name, entries) for name in self.names)]
         self.grads: list[int] = []
 
-    def is_due(self, cls: Any, group: Mapping[str, Any], states: Mapping[Any, State]) -> bool:
+    def is_due(self, owner: Owner) -> bool:
         """Return True if the next step has the bucket's setting of the flags that change from step to step."""
-        step, positions = states[self.params[0]]["step"] + 1, self.bucket.positions
-        some = positions if group.get("stagger") else positions[:1]
-        return all(options.at_step(cls, group, step, k) == self.bucket.at_step for k in some)
+        bucket = self.bucket
+        for k, first in enumerate(self.firsts):
+            group, step = owner.groups[bucket.lines.groups[k]], owner.states[self.params[first]]["step"] + 1
+            own = (x for x, line in zip(bucket.positions, bucket.line_of, strict=True) if line == k)
+            some = own if group.get("stagger") else (bucket.positions[first],)
+            if any(options.at_step(owner.cls, group, step, x) != bucket.at_step for x in some):
+                return False
+        return True
 
-    def fits(self, states: Mapping[Any, State], grads: list[Any]) -> bool:
-        """Return True if the same kernels can run on what is there now; the bucket takes it.
+    def fits(self, states: Mapping[Any, State], grads: list[Any] | None) -> bool:
+        """Return True if the same kernels can run on what is there now; the bucket takes it.  grads: None where a CUDA
+        graph makes them.
 
         Raises an error of Python or torch for what is missing or is no dense tensor.
         """
@@ -141,17 +188,17 @@ class PlannedBucket:
         if not (all(map(is_, map(call, self.fields), chain.from_iterable(columns))) and self._takes_counts(entries)):
             return False
         bucket = self.bucket
-        bucket.grads, bucket.states = grads, entries
+        bucket.grads, bucket.states = grads or [], entries
         if self.sharded:
-            if not all(map(_placed, grads, self.specs)):
+            if not all(map(_placed, bucket.grads, self.specs)):
                 return False
             columns = self._takes_parts(columns)
         weights, self.grads, *fields = (list(map(_address, x)) for x in (bucket.params, bucket.grads, *columns))
         known = self.kernels.signature.columns
-        return (
-            weights == known[0]
-            and fields == known[2:]
-            and self._is_alike(bucket.params, bucket.grads)
+        if weights != known[0] or fields != known[2:]:
+            return False
+        return grads is None or (
+            self._is_alike(bucket.params, bucket.grads)
             and (self.grads == known[1] or self._may_move(bucket.grads, known[1]))
         )
 
@@ -179,18 +226,25 @@ class PlannedBucket:
         return parts
 
     def _takes_counts(self, entries: Sequence[State]) -> bool:
-        """Return True if all have made as many steps, counted as before; the bucket takes the counts."""
+        """Return True if all of each line have made as many steps, counted as before; the lines take the counts."""
         bucket = self.bucket
         kept = []
         for name in ("step", *bucket.variant.host_names):
-            value = entries[0][name]
-            if not all(map(is_, map(itemgetter(name), entries), repeat(value))):
+            values = [entries[i][name] for i in self.firsts]
+            if not all(map(is_, map(itemgetter(name), entries), bucket.each(values))):
                 return False
-            kept.append(value)
+            kept.append(values)
+        steps, *hosts = kept
         if bucket.counted:
-            return all(map(is_, kept, (bucket.step, *bucket.host)))
-        bucket.step, bucket.host = kept[0], tuple(kept[1:])
-        return type(bucket.step) is int and bucket.step > 0 and {*map(type, bucket.host)} <= {float}
+            columns = (bucket.lines.steps, *zip(*bucket.lines.hosts, strict=True))
+            return all(map(is_, chain.from_iterable(kept), chain.from_iterable(columns)))
+        if {*map(type, steps)} != {int} or min(steps) <= 0:
+            return False
+        bucket.lines.steps = steps
+        if hosts:
+            bucket.lines.hosts = list(zip(*hosts, strict=True))
+            return {*map(type, chain.from_iterable(hosts))} == {float}
+        return True
 
     def _may_move(self, grads: Sequence[Tensor], known: Sequence[int]) -> bool:
         """Return True if the launches can read the gradients at their new addresses."""
@@ -204,10 +258,10 @@ class PlannedBucket:
                 return False
         return True
 
-    def ready(self, group: Options) -> PreparedBucket:
+    def ready(self, groups: Options) -> PreparedBucket:
         """Return the bucket with the scalars of its next step."""
         control = self.kernels.control if self.bucket.counted else None
-        return PreparedBucket(self.bucket, self.kernels, group.count(self.bucket, control))
+        return PreparedBucket(self.bucket, self.kernels, groups.count(self.bucket, control))
 
     def follow(self) -> None:
         """Write the addresses of gradients into the tables, where they have changed."""
@@ -249,7 +303,6 @@ class StepPlan:
         self.used = used
         self.parts = [PlannedBucket(one.bucket, one.kernels, owner.states) for one in ready]
         self.clocked = any(flag.clock is not None for flag in owner.cls.FLAGS)
-        self.kinds = len({part.bucket.kind for part in self.parts})
         self.idle = [p.grad is None for p in params]
         at = {id(p): i for i, p in enumerate(params)}
         self.places = [[at[id(p)] for p in part.params] for part in self.parts]
@@ -257,23 +310,45 @@ class StepPlan:
 
     def is_due(self, owner: Owner) -> bool:
         """Return True if flags that change from step to step have the plan's setting at the next one."""
-        return not self.clocked or all(
-            part.is_due(owner.cls, owner.groups[part.bucket.group], owner.states) for part in self.parts
-        )
+        return not self.clocked or all(part.is_due(owner) for part in self.parts)
 
-    def fits(self, owner: Owner, grads: Sequence[Any]) -> bool:
+    def fits(self, owner: Owner, grads: Sequence[Any] | None) -> bool:
         """Return True if its kernels can run on what is there now; the buckets take it."""
         for part, places in zip(self.parts, self.places, strict=True):
-            if not part.fits(owner.states, [grads[i] for i in places]):
+            if not part.fits(owner.states, None if grads is None else [grads[i] for i in places]):
                 return False
-        # What has made as many steps is one bucket.
-        buckets = [part.bucket for part in self.parts]
-        return self.kinds == len(buckets) or len({(b.kind, b.step, b.host) for b in buckets}) == len(buckets)
+        return True
 
     def rest(self) -> None:
         """Let go of states and gradients until the next step."""
         for part in self.parts:
             part.rest()
+
+
+class Graph(StepPlan):
+    """A step that a CUDA graph repeats, whose numbers the host sends before each replay."""
+
+    def __init__(self, owner: Owner, groups: Options, ready: Sequence[PreparedBucket]) -> None:
+        super().__init__(owner, [p for group in owner.groups for p in group["params"]], ready, {})
+        self.groups, self.given = groups, [one.given for one in ready]
+
+    def prepared(self, owner: Owner) -> list[PreparedBucket] | None:
+        """Return its buckets, if it is the next step and the graph still holds."""
+        try:
+            if self.groups.match(owner.groups) and self.is_due(owner) and self.fits(owner, None):
+                ready = [part.ready(self.groups) for part in self.parts]
+                return ready if [one.given for one in ready] == self.given else None
+        except (KeyError, AttributeError):  # no state
+            pass
+        return None
+
+    def send(self, owner: Owner, ready: Iterable[PreparedBucket]) -> None:
+        """Count the step, and send its numbers."""
+        with owner.uninterrupted:
+            for one in ready:
+                one.kernels.send(one.counted.scalars)
+                one.bucket.finish(one.counted.after)
+        self.rest()
 
 
 KEPT = 4
@@ -283,7 +358,7 @@ KEPT = 4
 class Plans:
     """The plans that are kept; all hold for the same parameters and options, and one for those with gradients now.
 
-    groups  the options; [] where nothing is kept
+    groups  the options; None where nothing is kept
     """
 
     def __init__(self) -> None:
@@ -292,7 +367,7 @@ class Plans:
     def forget(self) -> None:
         """Plan the next step anew."""
         self.kept: list[StepPlan] = []
-        self.groups: list[Options] = []
+        self.groups: Options | None = None
 
     def find(self, owner: Owner) -> StepPlan | None:
         """Return the plan that makes the next step, too, whose tensors its buckets take; forget all if one does not
@@ -313,10 +388,9 @@ class Plans:
         return None
 
     def _hold(self, owner: Owner) -> bool:
-        groups = owner.groups
         return (
-            len(groups) == len(self.groups)
-            and all(map(Options.matches, self.groups, groups))
+            self.groups is not None
+            and self.groups.match(owner.groups)
             and self._streams() == self.streams
             and not any(p.requires_grad for p in self.frozen)
         )
@@ -325,7 +399,7 @@ class Plans:
         """Return the streams of launches."""
         return [torch.cuda.current_stream(device).cuda_stream for device in self.devices]
 
-    def keep(self, owner: Owner, groups: list[Options], ready: Sequence[PreparedBucket], used: Tables) -> None:
+    def keep(self, owner: Owner, groups: Options, ready: Sequence[PreparedBucket], used: Tables) -> None:
         """Keep the plan of a step."""
         if not self.kept:
             self.groups = groups

@@ -1,4 +1,4 @@
-"""Sort parameters with gradients into buckets: what shares a kernel and all of its scalars."""
+"""Sort parameters with gradients into buckets: what shares a kernel; and in these into lines, which share scalars."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class Choice(NamedTuple):
     variant  its kernels
     backend  the maker of the step: "triton"
     counted  True if steps are counted on the device, as capturable=True asks of Triton kernels
+    sent     True if the host sends their scalars to the device, as capturable="host" asks
     rows     of each matrix of a parameter that is several of unequal numbers of rows: (64, 32); else ()
     """
 
@@ -44,6 +45,7 @@ class Choice(NamedTuple):
     variant: Variant
     backend: Backend
     counted: bool
+    sent: bool
     rows: tuple[int, ...]
 
 
@@ -69,9 +71,10 @@ class GroupChoices:
         _, plan, variant = checkpoint.select(self._cls, self._group, p, name)
         backend = backends.able(backends.choose(self._group["backend"], p.device, plan), plan, variant)
         clocked = any(flag.clock is not None for flag in self._cls.FLAGS)
-        counted = backend == "triton" and not clocked and bool(self._group.get("capturable"))
+        asked = self._group.get("capturable") if backend == "triton" else None
         rows = count if isinstance(count, tuple) and variant.needs_matrix else ()
-        return Choice(plan, variant, backend, counted, rows)
+        sent = asked == options.HOST
+        return Choice(plan, variant, backend, bool(asked) and not (sent or clocked), sent, rows)
 
 
 class _Count(NamedTuple):
@@ -97,6 +100,7 @@ class _Sorter:
         self.cls, self.states, self.dtypes = owner.cls, owner.states, dtypes
         self.buckets: dict[tuple[object, ...], Bucket] = {}
         self.chunks: dict[tuple[object, ...], tuple[int, int]] = {}
+        self.lines: dict[tuple[object, ...], int] = {}
         self.inputs = bool(self.cls.INPUTS)
         self.clocked = any(flag.clock is not None for flag in self.cls.FLAGS)
         self.fresh: Fresh = []
@@ -125,12 +129,16 @@ class _Sorter:
         if self.inputs:
             inputs.check_fed(self.cls, choice.variant, count.host, state.label(p, name))
         bucket = self._bucket(entry, choice, grad_dtype, cut, count, size)
+        line = self.lines.setdefault((id(bucket), self.number, *count.key), len(bucket.lines))
+        if line == len(bucket.lines):
+            bucket.lines.add(self.number, entry.position, count.step, count.host)
         if not count.ready:
             self.fresh.append((bucket, len(bucket.params)))
         if shard is not None:
             (p, g), kept = admit.local_pair(self.cls, p, g, name), sharding.locals_of(shard.owner)
         if not _has_memory(p, g):
             g = admit.in_memory(self.cls, p, g, name, choice.backend == "reference")
+        bucket.line_of.append(line)
         bucket.shards.append(shard)
         bucket.params.append(p)
         bucket.grads.append(g)
@@ -162,16 +170,18 @@ class _Sorter:
             assert not isinstance(count.step, Tensor)  # such flags are not counted on a device
             host = dict(zip(variant.host_names, count.host, strict=True))
             at_step = options.at_step(self.cls, self.group, count.step + 1, entry.position, host)
-        kind: tuple[object, ...] = (self.number, variant, grad_dtype, device, cut, at_step)
-        key, turn = (*kind, *count.key), 0
+        kind: tuple[object, ...] = (variant, choice.backend, choice.counted, choice.sent, self.workspace)
+        kind, turn = (*kind, grad_dtype, device, cut, at_step), 0
+        if choice.counted and any(stage.on_host for stage in variant.stages):
+            kind = (*kind, self.number)  # what torch computes takes numbers that all lines have
         if variant.left_per_element and not (cut and variant.model_temps):
-            chunk = self._chunk(key, variant.left_per_element * size)
-            kind, key, turn = (*kind, chunk), (*key, chunk), chunk if cut else 0
-        bucket = self.buckets.get(key)
+            chunk = self._chunk(kind, variant.left_per_element * size)
+            kind, turn = (*kind, chunk), chunk if cut else 0
+        bucket = self.buckets.get(kind)
         if bucket is None:
-            bucket = self.buckets[key] = Bucket(
-                self.number, choice.plan, variant, choice.backend, device, grad_dtype, count.step, count.host, cut=cut,
-                counted=choice.counted, at_step=at_step, workspace=self.workspace, turn=turn, kind=kind,
+            bucket = self.buckets[kind] = Bucket(
+                choice.plan, variant, choice.backend, device, grad_dtype, choice.counted, choice.sent, cut=cut,
+                at_step=at_step, workspace=self.workspace, turn=turn, kind=kind,
             )  # fmt: skip
         return bucket
 
@@ -205,7 +215,7 @@ class _Sorter:
             host = tuple([kept.get(key) for key in choice.variant.host_names])
             if all(counting.is_there(x, torch.float64, p.device) for x in host):
                 return _Count(step, host, True, True)
-        if self.capturing:
+        if self.capturing and not (choice.sent and step):
             raise counting.not_ready(state.label(p, name))
         if type(step) is not int or step <= 0:  # new, or put there by somebody else
             step = _steps(kept, p, name)
@@ -283,13 +293,11 @@ def buckets(
 
 
 def _compile(owner: Owner, found: Sequence[Bucket]) -> None:
-    """Give buckets C++ kernels, strict maths where eager torch makes the step, and rows for their scalars."""
-    backends.compile_all(found, [owner.groups[b.group]["backend"] for b in found])
+    """Give buckets C++ kernels, or strict maths where eager torch makes the step."""
+    backends.compile_all(found, [owner.groups[b.lines.groups[0]]["backend"] for b in found])
     for bucket in found:
         if bucket.backend == "reference":
             bucket.variant = plans.strict(bucket.plan, bucket.variant)
-    for bucket, row in zip(found, counting.table([b.variant.host[1] for b in found]), strict=True):
-        bucket.row = row
 
 
 def _refuse_thawed(cls: Any, fresh: Fresh) -> None:
@@ -305,10 +313,11 @@ def complete(owner: Owner, found: Sequence[Bucket], fresh: Fresh) -> None:
     Parameters that are matrices of unequal numbers of rows are divided then."""
     gathered.collect(found)
     rounded: list[tuple[Tensor, Tensor]] = []
-    new = [
-        state.create(b.plan, b.variant, b.kept(i), b.states[i], owner.groups[b.group], rounded, b.step, b.parts(i))
-        for b, i in fresh
-    ]
+    new = []
+    for b, i in fresh:
+        line = b.line_of[i]
+        group, step = owner.groups[b.lines.groups[line]], b.lines.steps[line]
+        new.append(state.create(b.plan, b.variant, b.kept(i), b.states[i], group, rounded, step, b.parts(i)))
     model_sums.begin(owner.states, new, fresh, owner.groups)
     for (b, i), made in zip(fresh, new, strict=True):
         b.states[i] = made

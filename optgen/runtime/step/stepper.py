@@ -16,7 +16,7 @@ from optgen.runtime.records import keys
 from optgen.runtime.states import state
 from optgen.runtime.step import agreement, launch, model_sums, sort
 from optgen.runtime.step.admit import Dtypes
-from optgen.runtime.step.plan import Options, Plans, PreparedBucket, StepPlan
+from optgen.runtime.step.plan import Graph, Options, Plans, PreparedBucket, StepPlan
 from optgen.runtime.work import counting, workers
 from optgen.runtime.work.bucket import Bucket
 
@@ -33,7 +33,7 @@ class Stepper:
         self.first_group = first_group
         self.dtypes: Dtypes = {}
         self.sums = model_sums.ModelSums()
-        self.plans = Plans()
+        self.plans, self.graphs = Plans(), list[Graph]()
         self.forget_tables()
 
     def forget_tables(self) -> None:
@@ -65,7 +65,8 @@ class Stepper:
         """Make a step by a plan that was kept."""
         try:
             self.launcher.used = plan.used
-            ready = [part.ready(self.plans.groups[part.bucket.group]) for part in plan.parts]
+            assert self.plans.groups is not None
+            ready = [part.ready(self.plans.groups) for part in plan.parts]
             with owner.uninterrupted as begun:
                 for part in plan.parts:
                     part.follow()
@@ -97,25 +98,29 @@ class Stepper:
             return
         if sending:
             workers.share(buckets, sending, keys.stream_key(listed[0].name))
-        groups = [Options(owner.cls, group) for group in owner.groups]
-        counted = [None if b.counted else groups[b.group].count(b, None) for b in buckets]
+        groups = Options(owner.cls, owner.groups)
+        counted = [None if b.counted else groups.count(b, None) for b in buckets]
         with owner.uninterrupted as begun:
             sort.complete(owner, buckets, fresh)
-            self.launcher.begin()
+            self.launcher.begin(plan.used for plan in self.plans.kept)
             pairs = [] if begins else list(zip(buckets, counted, strict=True))
-            ready = [self._prepare(owner, bucket, groups[bucket.group], known) for bucket, known in pairs]
+            ready = [self._prepare(owner, bucket, groups, known) for bucket, known in pairs]
             if not counting.capturing():
                 for one in ready:
-                    one.kernels.load(one.counted.scalars, one.counted.key)
+                    one.kernels.load(one.counted.scalars)
             self._run(owner, ready, begun)
             if owner.cls.INPUTS:
                 inputs.freed(owner.cls, {id(kept): kept for bucket in buckets for kept in bucket.owned})
             elif not sending:  # else other ranks may wait for this one at any step
                 self._keep(owner, groups, ready)
 
-    def _keep(self, owner: Owner, groups: list[Options], ready: Sequence[PreparedBucket]) -> None:
+    def _keep(self, owner: Owner, groups: Options, ready: Sequence[PreparedBucket]) -> None:
         """Keep the plan of a step, if it can make further ones."""
-        if counting.capturing() or not all(one.bucket.lasts for one in ready):
+        if not all(one.bucket.lasts for one in ready):
+            return
+        if counting.capturing():
+            if all(one.bucket.sent for one in ready):
+                self.graphs.append(Graph(owner, groups, ready))
             return
         if self.launcher.grown:  # else other plans would keep as much
             self.plans.forget()
@@ -147,18 +152,18 @@ class Stepper:
                 )
 
     def _prepare(
-        self, owner: Owner, bucket: Bucket, group: Options, counted: counting.StepScalars | None
+        self, owner: Owner, bucket: Bucket, groups: Options, counted: counting.StepScalars | None
     ) -> PreparedBucket:
         """Do all that can fail, before anything changes; `counted`: None for a step that is counted on the device."""
         bucket.localize()
+        if bucket.sent and counting.capturing():
+            _refuse_waits(bucket)
         kernels = self.launcher.prepare(bucket)
         if counted is not None:
             return PreparedBucket(bucket, kernels, counted)
-        alone = counting.sharing(owner.states, bucket.step) == len({id(s) for s in bucket.owned})
-        if not alone and counting.capturing():
+        if bucket.move_count(counting.sharing(owner.states)) and counting.capturing():
             raise counting.not_ready(f"not every parameter that steps with {state.label(*bucket.first)}")
-        bucket.move_count(alone)
-        return PreparedBucket(bucket, kernels, group.count(bucket, kernels.control))
+        return PreparedBucket(bucket, kernels, groups.count(bucket, kernels.control))
 
     def _run(self, owner: Owner, ready: Sequence[PreparedBucket], begun: list[Label]) -> None:
         """Run the kernels of a step, and spread what the whole model has one value of."""
@@ -174,3 +179,13 @@ class Stepper:
             model_sums.run(waiting, self.sums)
         if any(one.bucket.variant.of_model for one in ready):
             self.sums.spread(owner.states, [one.bucket for one in ready])
+
+
+def _refuse_waits(bucket: Bucket) -> None:
+    """Raise RuntimeError for a step whose functions of matrices read back from the device."""
+    whole = any(stage.space == "whole" for stage in bucket.variant.stages)
+    if whole and (not bucket.at_step or any(on for _, on in bucket.at_step)):
+        raise RuntimeError(
+            f"a CUDA graph is being captured, but functions of matrices wait for the device in this step of "
+            f"{state.label(*bucket.first)}: make it outside of a graph"
+        )

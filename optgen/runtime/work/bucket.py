@@ -1,10 +1,12 @@
-"""The unit of work of a step: parameters that share a kernel and all of its scalars."""
+"""The unit of work of a step: parameters that share a kernel, each with a line of its scalars."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -14,7 +16,7 @@ from optgen.runtime.layout import layout, sharded_states, sharding, workspace
 from optgen.runtime.records import Variant, keys
 from optgen.runtime.records.join import Pair
 from optgen.runtime.states import state
-from optgen.runtime.work.counting import DeviceStep
+from optgen.runtime.work.counting import DeviceStep, Lines, capturing
 
 Backend = Literal["reference", "triton", "cpp"]
 """The maker of a step: eager torch, Triton kernels or C++ kernels."""
@@ -22,19 +24,19 @@ Backend = Literal["reference", "triton", "cpp"]
 
 @dataclass(slots=True)
 class Bucket:
-    """Parameters of one group that one kernel steps with the same scalars: parallel lists, and what is one for all.
+    """Parameters that one kernel steps, of any groups: parallel lists, and what is one for all.
 
-    group          the number of the parameter group: 0
     plan, variant  the rule under a plan of storage, and its kernel: of AdamW under int8_split24, that of bf16 weights
     backend        the maker of the step: "cpp"
     device         of all tensors: cuda:0
     grad_dtype     the dtype in which kernels read gradients: torch.bfloat16
-    step, host     the count of steps before this one, and the host states: 7, (0.9,); or tensors where a device counts
-                   (counting.py), which begins with numbers (`move_count`)
+    lines          the lines of scalars: of each group, and count of steps in it
     counted        True if a device counts steps, under capturable=True
+    sent           True if the host sends the scalars of each step to the device, under capturable="host"
     params, grads  the user's tensors until `localize`, then contiguous ones
     states         of each parameter: {"exp_avg_codes": tensor, ..., "step": 7}
     streams        the streams of random bits, hashes of names
+    line_of        the number of each parameter's line
     names          of the parameters, or their positions where they have none: "0.weight"
     written        (tensor of the user, contiguous copy that the step writes): copied back in `finish`
     kernel         the compiled function of the C++ backend
@@ -48,20 +50,19 @@ class Bucket:
     wholes         the states of such parameters as the optimizer holds them, by index of the matrix
     workspace      bytes of values of elements between sweeps: 2**29; half of it, of the matrices in one batch
     turn           the turn in which buckets that wait for other ranks run together: 0
-    kind           the key of the bucket but for the count of steps
+    kind           the key of the bucket
     positions      of the parameters, over all groups: [0, 3]
-    row            the scalars of the step, a row of the table of all its buckets (counting.table)
     """
 
-    group: int
     plan: Pair
     variant: Variant
     backend: Backend
     device: torch.device
     grad_dtype: torch.dtype
-    step: int | Tensor
-    host: tuple[float, ...] | tuple[Tensor, ...]
     counted: bool = False
+    sent: bool = False
+    lines: Lines = field(default_factory=Lines)
+    line_of: list[int] = field(default_factory=list)
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: list[state.State] = field(default_factory=list)
@@ -80,7 +81,6 @@ class Bucket:
     turn: int = 0
     kind: tuple[object, ...] = ()
     positions: list[int] = field(default_factory=list)
-    row: Any = None
 
     @property
     def in_parts(self) -> bool:
@@ -129,10 +129,10 @@ class Bucket:
         if not self.pieces:
             return
         rows: list[tuple[Any, ...]] = []
-        each = zip(self.params, self.grads, self.states, self.streams, self.names, self.shards, strict=True)
-        for i, (p, g, s, stream, name, shard) in enumerate(each):
+        columns = self.params, self.grads, self.states, self.streams, self.names, self.shards, self.line_of
+        for i, (p, g, s, stream, name, shard, line) in enumerate(zip(*columns, strict=True)):
             if i not in self.pieces:
-                rows.append((p, g, s, stream, name, shard))
+                rows.append((p, g, s, stream, name, shard, line))
                 continue
             state.check(self.variant, p, s, name)
             label, sizes = self.pieces[i]
@@ -143,9 +143,10 @@ class Bucket:
                 self.wholes[len(rows)] = s if shard is None else shard.owner
                 views = p.narrow(0, start, size), g.narrow(0, start, size), part
                 one = shard.piece(views[0].shape, workers[k]) if shard is not None and workers else shard
-                rows.append((*views, keys.stream_key(f"{label}{span}"), f"{name}{span}", one))
-        columns = map(list, zip(*rows, strict=True))
-        self.params, self.grads, self.states, self.streams, self.names, self.shards = columns
+                rows.append((*views, keys.stream_key(f"{label}{span}"), f"{name}{span}", one, line))
+        (
+            self.params, self.grads, self.states, self.streams, self.names, self.shards, self.line_of,
+        ) = map(list, zip(*rows, strict=True))  # fmt: skip
         self.settle()
 
     def localize(self) -> None:
@@ -165,28 +166,42 @@ class Bucket:
         for p, s, name, shard in zip(self.params, self.states, self.names, self.shards, strict=True):
             state.check(self.variant, p, s, name, None if shard is None or shard.whole else shard.parts)
 
-    def move_count(self, alone: bool) -> None:
-        """The count of steps and the host states go to the device; the states take them over in `finish`.
+    def move_count(self, counts: Mapping[int, int]) -> bool:
+        """The counts of steps and the host states go to the device; the states take them over in `finish`.
 
-        alone   whether nobody else is counted by the same tensor; else the bucket takes copies
+        counts  the number of parameters that a tensor counts, by its id (`counting.sharing`)
+        A line that another bucket is counted with takes copies; returns True if one does.
         """
-        if isinstance(self.step, Tensor) and not alone:
-            self.step = self.step.clone()
-            self.host = tuple(x.clone() for x in self.host if isinstance(x, Tensor))
-        elif not isinstance(self.step, Tensor):
-            self.step = torch.full((), self.step, dtype=torch.int64, device=self.device)
-            self.host = tuple(torch.full((), float(x), dtype=torch.float64, device=self.device) for x in self.host)
+        own = Counter(k for k, _ in {(k, id(s)) for k, s in zip(self.line_of, self.owned, strict=True)})
+        copied = False
+        steps, hosts = self.lines.steps, self.lines.hosts
+        for k, (step, host) in enumerate(zip(steps, hosts, strict=True)):
+            if not isinstance(step, Tensor):
+                steps[k] = torch.full((), step, dtype=torch.int64, device=self.device)
+                hosts[k] = tuple(torch.full((), float(x), dtype=torch.float64, device=self.device) for x in host)
+            elif counts[id(step)] != own[k]:
+                steps[k], hosts[k], copied = step.clone(), tuple(x.clone() for x in host), True
+        return copied
 
-    def finish(self, after: Sequence[Any] | DeviceStep) -> None:
+    def each(self, values: Sequence[Any]) -> Iterable[Any]:
+        """Return for each parameter the value of its line; without end where there is one line."""
+        return repeat(values[0]) if len(values) == 1 else map(values.__getitem__, self.line_of)
+
+    def finish(self, after: Sequence[Sequence[Any]] | DeviceStep) -> None:
         """Copy back what was copied, count the step, and keep the host states: `StepScalars.after`."""
         for user, copy in self.written:
             user.copy_(copy)
-        kept = (self.step, *self.host) if isinstance(after, DeviceStep) else after
-        states = [*self.states, *self.wholes.values(), *(shard.owner for shard in self.shards if shard is not None)]
-        for name, value in zip(("step", *self.variant.host_names), kept, strict=True):
-            for s in states:
-                s[name] = value
+        if self.sent and capturing():
+            return  # the host counts the step when it is replayed
+        if isinstance(after, DeviceStep):
+            kept: Sequence[Sequence[Any]] = [(x, *y) for x, y in zip(self.lines.steps, self.lines.hosts, strict=True)]
+        else:
+            kept = after
         sharded = [shard.p for shard in self.shards if shard is not None]
+        for name, values in zip(("step", *self.variant.host_names), zip(*kept, strict=True), strict=True):
+            for states in (self.states, self.owned) if self.wholes or sharded else (self.states,):
+                for s, value in zip(states, self.each(values), strict=False):
+                    s[name] = value
         if sharded:
             torch.autograd.graph.increment_version(sharded)
         if isinstance(after, DeviceStep):

@@ -1,23 +1,26 @@
 """Steps that are counted on a device: nothing in them is read by the host, so a CUDA graph may hold them.
 
-The number of the step, the host states and the hyper-parameters given as tensors are 0-dim tensors there.  The
-generated host functions make 0-dim tensors of them, `Control` lays those out in memory, and a kernel around each kernel
-(gpu/device_steps.py) hands them on.
+The number of the step, the host states and the hyper-parameters given as tensors are 0-dim tensors there, or tensors of
+one entry for each line of a bucket where these differ.  The generated host functions make such tensors of them,
+`Control` lays those out in memory, and a kernel around each kernel (gpu/device_steps.py) hands them on.
 
-One tensor counts the steps of all parameters that step together: their states hold the same object.
+One tensor counts the steps of all parameters of a line: their states hold the same object.
 """
 
 from __future__ import annotations
 
 import ctypes
+from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optgen.runtime.records import Variant, keys
-from optgen.runtime.records.scalars import Scalar
+from optgen.runtime.records.scalars import Scalar, column
 from optgen.runtime.states import state
 
 
@@ -34,21 +37,63 @@ def not_ready(what: str) -> RuntimeError:
     )
 
 
-Scalars = Any
-"""The scalars of a bucket's step: a row of fp32 numbers (`table`), or the Control in which they are on the device."""
+@dataclass(slots=True)
+class Lines:
+    """The parameters of a bucket that share all scalars, those of one group that have made as many steps, are a line.
+    Parallel lists:
+
+    groups  the number of each line's group: [0, 1]
+    firsts  the position of its first parameter over all groups: [0, 3]
+    steps   the count of steps before this one: [7, 7]; tensors where a device counts, which begins with numbers
+    hosts   the host states likewise: [(0.9,), (0.9,)]
+    """
+
+    groups: list[int] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    steps: list[Any] = field(default_factory=list)
+    hosts: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def add(self, group: int, first: int, step: Any, host: tuple[Any, ...]) -> None:
+        self.groups.append(group)
+        self.firsts.append(first)
+        self.steps.append(step)
+        self.hosts.append(host)
+
+
+class HostScalars(NamedTuple):
+    """The scalars of a bucket's step.
+
+    values  fp32, those of one line after the other
+    keys    int32: of each line the step key, a hash of seed and step
+    counts  of each line, the number of the step and the seed
+    """
+
+    values: array[float]
+    keys: array[int]
+    counts: Sequence[tuple[int, int]]
+
+    def of(self, line: int) -> array[float]:
+        """Return the scalars of a line."""
+        width = len(self.values) // len(self.keys)
+        return self.values[line * width : (line + 1) * width]
+
+    def rounded(self, line: int, position: int) -> float:
+        """Return a scalar of a line, for what torch computes between kernels."""
+        return self.of(line)[position]
 
 
 class StepScalars(NamedTuple):
     """A bucket's step, its scalars computed.
 
     scalars  the numbers that kernels take
-    key      the step key, a hash of seed and step; 0 where a device makes it
-    after    the count of steps and the host states after the step: [8, 0.81]; or the step on the device
+    after    of each line, the count of steps and the host states after the step: (8, 0.81); or the step on the device
     """
 
-    scalars: Scalars
-    key: int
-    after: list[Any] | DeviceStep
+    scalars: HostScalars | Control
+    after: Sequence[tuple[Any, ...]] | DeviceStep
 
 
 def is_there(x: object, dtype: torch.dtype, device: torch.device) -> bool:
@@ -56,42 +101,43 @@ def is_there(x: object, dtype: torch.dtype, device: torch.device) -> bool:
     return isinstance(x, Tensor) and x.dtype is dtype and x.ndim == 0 and x.device == device
 
 
-def sharing(states: Mapping[Any, Any], count: object) -> int:
-    """Return the number of parameters whose steps this very tensor counts."""
-    if not isinstance(count, Tensor):
-        return 0
-    return sum(entry.get("step") is count for entry in state.of_parameters(states))
+def sharing(states: Mapping[Any, Any]) -> Counter[int]:
+    """Return of each tensor that counts steps, by its id, the number of parameters that it counts."""
+    counts = (entry.get("step") for entry in state.of_parameters(states))
+    return Counter(id(x) for x in counts if isinstance(x, Tensor))
 
 
 class Control:
     """The scalars of a bucket's step on its device.
 
-    values   fp32: as the kernels take them
-    words    int64 (2,): the number of the step, and what the seed makes of step keys
-    numbers  what `values` were made of: floats, and 0-dim fp64 tensors
+    lines    of scalars
+    values   fp32 (lines, scalars): as the kernels take them
+    words    int64 (lines, 2): the number of the step, and what the seed makes of step keys
+    numbers  what `values` were made of: floats, and fp64 tensors, 0-dim or of one entry for each line
     """
 
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.device = device
-        self.values = torch.zeros(count, dtype=torch.float32, device=device)
-        self.words = torch.zeros(2, dtype=torch.int64, device=device)
+    def __init__(self, count: int, device: torch.device, lines: int = 1) -> None:
+        self.device, self.lines = device, lines
+        self.values = torch.zeros(lines, count, dtype=torch.float32, device=device)
+        self.words = torch.zeros(lines, 2, dtype=torch.int64, device=device)
         self.numbers: Sequence[Scalar] = [0.0] * count
-        self._places = [*self.values.unbind()]
-        self._counted = torch.zeros((), dtype=torch.float64, device=device)
-        self._number, self._stream = self.words.unbind()
+        values, words = (x if lines > 1 else x[0] for x in (self.values, self.words))
+        self._places = [*values.unbind(-1)]
+        self._number, self._stream = words.unbind(-1)
+        self._counted = torch.zeros_like(self._number, dtype=torch.float64)
         self._there: list[float | None] = [None] * count
-        self._seed: int | None = None
+        self._seeds: Sequence[int] = ()
         self._graphs = False
 
-    def count(self, done: Tensor) -> Tensor:
-        """The number of the next step, after so many: fp64, to be read before the next is counted."""
-        torch.add(done, 1, out=self._number)
+    def count(self, done: Sequence[Tensor]) -> Tensor:
+        """The numbers of the next steps of lines, after so many: fp64, to be read before the next are counted."""
+        torch.add(torch.stack(list(done)) if len(done) > 1 else done[0], 1, out=self._number)
         return self._counted.copy_(self._number)
 
-    def fill(self, numbers: Sequence[Scalar], seed: int | None) -> None:
-        """Write the values of the step whose number was counted last; no tensor is read on the host.
+    def fill(self, numbers: Sequence[Scalar], seeds: Sequence[int]) -> None:
+        """Write the values of the steps whose numbers were counted last; no tensor is read on the host.
 
-        seed  of the random bits, None: none are drawn
+        seeds  of the random bits of each line; (): none are drawn
         Numbers that stand there already are not written again.  A graph writes all; and since nobody says when it runs,
         all is written after it, too.
         """
@@ -104,15 +150,26 @@ class Control:
             elif self._graphs or x != self._there[i] or x == 0:  # zeros have signs
                 self._places[i].fill_(ctypes.c_float(x).value)  # an infinity, where `fill_` would refuse it
                 self._there[i] = x
-        if seed is not None and (self._graphs or seed != self._seed):
-            self._stream.fill_(keys.stream_of_steps(seed))
-            self._seed = seed
+        if seeds and (self._graphs or seeds != self._seeds):
+            if len({*seeds}) == 1:
+                self._stream.fill_(keys.stream_of_steps(seeds[0]))
+            else:
+                for place, seed in zip(self._stream.unbind(), seeds, strict=True):
+                    place.fill_(keys.stream_of_steps(seed))
+            self._seeds = seeds
+
+    def send(self, scalars: HostScalars) -> None:
+        """Write scalars that the host computed; it does not wait for the device (see `workspace.TAKEN_OVER`)."""
+        words = [(number, keys.stream_of_steps(seed)) for number, seed in scalars.counts]
+        self.words.copy_(torch.tensor(words, dtype=torch.int64, device="cpu"), non_blocking=True)
+        values = torch.tensor(scalars.values.tolist(), dtype=torch.float32, device="cpu")
+        self.values.copy_(values.view_as(self.values), non_blocking=True)
 
     def tensors(self) -> list[Tensor]:
         """All that a graph reads of it."""
         return [self.values, self.words, self._counted]
 
-    def rounded(self, position: int) -> float:
+    def rounded(self, line: int, position: int) -> float:
         """A scalar in fp32, for what torch computes between kernels; RuntimeError where only the device knows it."""
         value = self.numbers[position]
         if isinstance(value, Tensor):
@@ -127,52 +184,60 @@ class Control:
 class DeviceStep:
     """One step of a bucket, counted on the device.
 
-    count  int64: steps done, before it
-    host   fp64: the host states, before it
+    lines  with the steps done before it, int64, and the host states before it, fp64
     made   the host states after it
     """
 
-    def __init__(self, count: Tensor, host: Sequence[Tensor], made: Sequence[Scalar]) -> None:
-        self.count, self.host, self.made = count, host, made
+    def __init__(self, lines: Lines, made: Sequence[Scalar]) -> None:
+        self.lines, self.made = lines, made
 
     def finish(self) -> None:
         """Count the step, and keep the host states."""
-        self.count.add_(1)
-        for kept, value in zip(self.host, self.made, strict=True):
-            kept.copy_(value) if isinstance(value, Tensor) else kept.fill_(value)
+        torch._foreach_add_(self.lines.steps, 1)
+        for kept, value in zip(zip(*self.lines.hosts, strict=True), self.made, strict=True):
+            if isinstance(value, Tensor):
+                torch._foreach_copy_(list(kept), list(value.expand(len(kept)).unbind()))
+            else:
+                for x in kept:
+                    x.fill_(value)
 
 
-Row = ctypes.Array[ctypes.c_float]
+def on_host(variant: Variant, lines: Lines, numbers: Sequence[Any]) -> StepScalars:
+    """Compute the scalars of the next step in fp64, once for lines that are alike.
 
-
-def table(widths: Sequence[int]) -> list[Row]:
-    """Return the rows of a new table of fp32 scalars, one after the other in memory, each of the widest width."""
-    width = max(widths, default=0)
-    return list(((ctypes.c_float * width) * len(widths))())
-
-
-def on_host(
-    variant: Variant, row: Row, done: Any, host: Sequence[Any], sign: float, hypers: Mapping[str, Any], seed: int
-) -> StepScalars:  # fmt: skip
-    """Compute the scalars of the step after `done` steps, in fp64, into a row of a table.
-
-    host  the host states before the step
-    sign  what gradients are multiplied with
+    numbers  of the group of each line (`options.Numbers`)
     """
+    if len(numbers) == 1:
+        scalars, key, counted, kept = _of_line(variant, numbers[0], lines.steps[0], lines.hosts[0])
+        return StepScalars(HostScalars(scalars, array("i", (key,)), (counted,)), (kept,))
+    wanted = list(zip(numbers, lines.steps, lines.hosts, strict=True))
+    made = {line: _of_line(variant, *line) for line in dict.fromkeys(wanted)}
+    rows, step_keys, counts, after = zip(*map(made.__getitem__, wanted), strict=True)
+    return StepScalars(HostScalars(array("f", b"".join(rows)), array("i", step_keys), counts), after)
+
+
+def _of_line(
+    variant: Variant, own: Any, done: int, host: tuple[float, ...]
+) -> tuple[array[float], int, tuple[int, int], tuple[Any, ...]]:
+    """Return the scalars of a line, its step key, the number of the step with the seed, and what is kept after it."""
     (function, width), number = variant.host, done + 1
-    values = function(number, sign, **hypers, **dict(zip(variant.host_names, host, strict=True)))
-    row[:width] = list(values[:width])
-    return StepScalars(row, keys.step_key(seed, number), [number, *values[width:]])
+    values = function(number, own.sign, **own.hypers, **dict(zip(variant.host_names, host, strict=True)))
+    key = keys.step_key(own.seed, number)
+    return array("f", values[:width]), key, (number, own.seed), (number, *values[width:])
 
 
 def on_device(
-    variant: Variant, control: Control, done: Any, host: Sequence[Any], sign: float, hypers: Mapping[str, Any],
-    seed: int,
-) -> StepScalars:  # fmt: skip
-    """Compute the scalars of the step after `done` steps into `control`; arguments as in `on_host`."""
-    (function, width), number = variant.host, control.count(done)
-    values = function(number, sign, **hypers, **dict(zip(variant.host_names, host, strict=True)))
-    control.fill(values[:width], seed if variant.stochastic else None)
+    variant: Variant, control: Control, lines: Lines, numbers: Sequence[Any], device: torch.device
+) -> StepScalars:
+    """Compute the scalars of the next step into `control`; arguments as in `on_host`."""
+    (function, width), number = variant.host, control.count(lines.steps)
+    given = {id(own): own.on(device) for own in dict.fromkeys(numbers)}
+    hypers = [given[id(own)] for own in numbers]
+    found = {name: column([own[name] for own in hypers], number) for name in hypers[0]}
+    for k, name in enumerate(variant.host_names):
+        found[name] = column([host[k] for host in lines.hosts], number)
+    values = function(number, column([own.sign for own in numbers], number), **found)
+    control.fill(values[:width], [own.seed for own in numbers] if variant.stochastic else ())
     if variant.eager.random:
         raise RuntimeError(
             f"{', '.join(sorted(variant.eager.random))}: matrix states are rounded by random numbers of the step, "
@@ -180,5 +245,5 @@ def on_device(
             "not set capturable=True"
         )
     for k in (k for stage in variant.stages if stage.space == "call" for k in stage.scalars):
-        control.rounded(k)  # raises where a function of matrices needs what only the device knows
-    return StepScalars(control, 0, DeviceStep(done, host, values[width:]))
+        control.rounded(0, k)  # raises where a function of matrices needs what only the device knows
+    return StepScalars(control, DeviceStep(lines, values[width:]))

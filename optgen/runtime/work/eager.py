@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,24 +14,26 @@ from optgen.runtime.reference.eager import scalars as on_device
 from optgen.runtime.reference.run import Tensors, few_shape
 from optgen.runtime.work import staged
 from optgen.runtime.work.bucket import Bucket
+from optgen.runtime.work.counting import HostScalars
 from optgen.runtime.work.staged import Runner
 
 
-def runner(bucket: Bucket, scalars: Sequence[float], step_key: int) -> Runner:
+def runner(bucket: Bucket, scalars: HostScalars) -> Runner:
     """Make the step of a bucket whose variant has a step in strict maths."""
     variant = bucket.variant
     step = plans.reference(bucket.plan, variant)
     shapes = [layout.matrix_shape(variant.matrix, p.shape) for p in bucket.params]
     room = workspace.make(variant, shapes, bucket.device, bucket.pool)
     found = [_tensors(bucket, i, room) for i in bucket.live]
-    numbers = on_device(bucket.params[0], *scalars) if scalars else ()
+    lines = [on_device(bucket.params[0], *scalars.of(k)) if scalars.values else () for k in range(len(bucket.lines))]
 
     def kernels(begin: int, end: int) -> None:
-        for x in found:
-            step.run(begin, end, x, numbers, step_key)
+        for i, x in zip(bucket.live, found, strict=True):
+            k = bucket.line_of[i]
+            step.run(begin, end, x, lines[k], scalars.keys[k])
 
     if variant.stages:
-        yield from staged.drive(bucket, room, scalars, step_key, kernels)
+        yield from staged.drive(bucket, room, scalars, kernels)
     else:
         kernels(0, 1)
 

@@ -1,4 +1,5 @@
-"""Functions of whole matrices between two sweeps: the matrices of one shape in a bucket are a batch."""
+"""Functions of whole matrices between two sweeps: the matrices of one shape and the same numbers in a bucket are a
+batch."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Generator, Mapping, Sequence
 from operator import attrgetter, itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from optgen.runtime.reference.matrix_codecs import CODECS
 from optgen.runtime.states import state
 from optgen.runtime.work import counting, workers
 from optgen.runtime.work.bucket import Bucket
-from optgen.runtime.work.counting import Control
+from optgen.runtime.work.counting import Control, HostScalars
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
@@ -40,7 +41,7 @@ read and stored."""
 
 
 def work(
-    bucket: Bucket, room: Workspace, stage: Stage, scalars: Sequence[float] | Control, key: int, kept: workers.Kept
+    bucket: Bucket, room: Workspace, stage: Stage, scalars: HostScalars | Control, kept: workers.Kept
 ) -> Generator[Exchange, Tensor | None, Exception | None]:
     """Call the function of a stage for every matrix, and keep what it returns: temps, and states in place.
 
@@ -49,7 +50,7 @@ def work(
     kept   what this rank has as a worker from earlier functions of the step
     Of a tensor that lies over several ranks each matrix is worked on by one of them; returns its error.
     """
-    variant, live, function = bucket.variant, bucket.live, _Function(bucket, stage, scalars, key)
+    variant, live, function = bucket.variant, bucket.live, _Function(bucket, stage, scalars)
     values = function.values
     shapes = [layout.matrix_shape(variant.matrix, bucket.params[i].shape) for i in live]
     columns = {name: _column(bucket, room, name, live, shapes) for name in dict.fromkeys(values.names)}
@@ -118,27 +119,31 @@ def _values(variant: Variant, stage: Stage) -> _Values:
 
 
 class _Function:
-    """The function of a stage with its scalars, between how values are stored and how they are computed with.
+    """The function of a stage, between how values are stored and how they are computed with.
 
+    given          of each line of the bucket: the scalars, and the step key if something is drawn, else 0
     takes, makes   the states and temps of its operands and results
     drawn          True if it, or a result that is rounded, takes the streams of random numbers
     at_once        bytes of matrices in one batch, in fp32 or, in place, in bf16
     """
 
-    def __init__(self, bucket: Bucket, stage: Stage, scalars: Sequence[float] | Control, key: int) -> None:
-        self.bucket, self.stage, self.key, self.values = bucket, stage, key, _values(bucket.variant, stage)
+    def __init__(self, bucket: Bucket, stage: Stage, scalars: HostScalars | Control) -> None:
+        self.bucket, self.stage, self.values = bucket, stage, _values(bucket.variant, stage)
         self.in_place, self.eager, self.at_once = stage.space == "call", bucket.variant.eager, bucket.workspace // 2
-        numbers = scalars.rounded if isinstance(scalars, Control) else scalars.__getitem__
         self.takes, self.makes, self.drawn = stage.reads, stage.stores, False
         if self.in_place:
             self.takes = self.makes = stage.temps
             self.function = getattr(functions, stage.kernel)
-            positions = iter(stage.scalars)
-            self.given = [numbers(next(positions)) if x is None else x for x in stage.given]
         else:
             self.function = plans.matrix_function(bucket.plan, stage.kernel)
-            self.given = [numbers(k) for k in stage.scalars]
             self.drawn = "stream" in stage.extents or not self.eager.random.isdisjoint(stage.stores)
+        self.given: list[tuple[tuple[float, ...], int]] = []
+        for line in range(len(bucket.lines)):
+            found, positions = [], iter(stage.scalars)
+            for x in stage.given if self.in_place else itertools.repeat(None, len(stage.scalars)):
+                found.append(scalars.rounded(line, next(positions)) if x is None else x)
+            key = scalars.keys[line] if self.drawn and not isinstance(scalars, Control) else 0
+            self.given.append((tuple(found), key))
 
     def apply(self, tensors: Tensors) -> None:
         """Write the results for the matrices of tensors, in batches of one shape.
@@ -147,14 +152,17 @@ class _Function:
         torch.use_deterministic_algorithms, which is for the same bits in every run, matrices are taken one at a time.
         """
         alone, size = torch.are_deterministic_algorithms_enabled(), 2 if self.in_place else 4
-        for (rows, columns, *extents), found in self._alike(tensors).items():
+        for ((rows, columns, *extents), given), found in self._alike(tensors).items():
             most = 1 if alone else max(self.at_once // (size * rows * columns), 1)
             for start in range(0, len(found), most):
-                self._call(found[start : start + most], extents)
+                self._call(found[start : start + most], extents, given)
 
-    def _alike(self, tensors: Tensors) -> dict[tuple[int, ...], list[tuple[int, tuple[Tensor, ...]]]]:
-        """Return the matrices of each shape and extents: the number of the tensor, operands, streams and results."""
-        found: dict[tuple[int, ...], list[tuple[int, tuple[Tensor, ...]]]] = {}
+    def _alike(
+        self, tensors: Tensors
+    ) -> dict[tuple[tuple[int, ...], tuple[tuple[float, ...], int]], list[tuple[int, tuple[Tensor, ...]]]]:
+        """Return the matrices of each shape, extents and given numbers: the number of the tensor, operands, streams and
+        results."""
+        found: dict[Any, list[tuple[int, tuple[Tensor, ...]]]] = {}
         for i, k, shape, values in tensors:
             size: tuple[int, ...] = tuple(shape[-2:])
             if self.stage.extents:
@@ -167,11 +175,15 @@ class _Function:
             for x in values:
                 each.append(x.reshape(x.shape[:-2].numel(), *x.shape[-2:]).unbind())
             matrices = list(zip(*each, strict=True))
-            found.setdefault(size, []).extend(zip([i] * len(matrices), matrices, strict=True))
+            alike = size, self.given[self.bucket.line_of[i]]
+            found.setdefault(alike, []).extend(zip([i] * len(matrices), matrices, strict=True))
         return found
 
-    def _call(self, batch: Sequence[tuple[int, tuple[Tensor, ...]]], extents: Sequence[int]) -> None:
-        """Write the results for matrices of one shape."""
+    def _call(
+        self, batch: Sequence[tuple[int, tuple[Tensor, ...]]], extents: Sequence[int],
+        given: tuple[tuple[float, ...], int],
+    ) -> None:  # fmt: skip
+        """Write the results for matrices of one shape and line of `given`."""
         names, reads = self.values.names, self.values.reads
         some = list(zip(*map(itemgetter(1), batch), strict=True))
         count, stacked = reads + self.drawn, []
@@ -179,15 +191,15 @@ class _Function:
             stacked.append(torch.stack(x) if len(x) > 1 else x[0])
         fields, streams = dict(zip(names[:reads], stacked, strict=False)), stacked[-1]
         if self.in_place:
-            fields |= zip(self.makes, [self.function(*stacked, *self.given)], strict=True)
+            fields |= zip(self.makes, [self.function(*stacked, *given[0])], strict=True)
         else:
-            self._compute(batch, count, fields, streams, extents)
+            self._compute(batch, count, fields, streams, extents, *given)
         for kept, name in zip(some[count:], names[reads:], strict=True):
             torch._foreach_copy_(list(kept), list(fields[name].unbind()) if len(kept) > 1 else [fields[name]])
 
     def _compute(
         self, batch: Sequence[tuple[int, tuple[Tensor, ...]]], count: int, fields: dict[str, Tensor], streams: Tensor,
-        extents: Sequence[int],
+        extents: Sequence[int], given: tuple[float, ...], key: int,
     ) -> None:  # fmt: skip
         """Put the results into `fields`, as they are stored; the first `count` tensors of a matrix are its operands."""
         taken = [self._decoded(x, fields) for x in self.takes]
@@ -195,11 +207,11 @@ class _Function:
         last = [streams if x == "stream" else float(size) for x, size in sizes]
         try:
             with Noting(self.bucket, [i for i, _ in batch]):
-                made = self.function(*taken, *self.given, *last)
+                made = self.function(*taken, *given, *last)
         except LinAlgError as error:
             bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
             raise failure(error, self.bucket, bad or [i for i, _ in batch]) from error
-        self._encode([made] if isinstance(made, Tensor) else made, fields, streams)
+        self._encode([made] if isinstance(made, Tensor) else made, fields, streams, key)
 
     def _decoded(self, name: str, fields: Mapping[str, Tensor]) -> Tensor:
         """Return an operand in fp32, or as it is."""
@@ -207,14 +219,14 @@ class _Function:
             return fields[name]
         return CODECS[self.eager.matrices[name]].decode(*map(fields.__getitem__, self.bucket.variant.coded(name)))
 
-    def _encode(self, results: Sequence[Tensor], fields: dict[str, Tensor], streams: Tensor) -> None:
+    def _encode(self, results: Sequence[Tensor], fields: dict[str, Tensor], streams: Tensor, key: int) -> None:
         """Put the results into `fields`, as they are stored; what others are relative to comes first."""
         variant, traits = self.bucket.variant, self.eager.matrices
         named = dict(zip(self.makes, results, strict=True))
         for name in sorted(self.makes, key=self.eager.over.__contains__):
             new: tuple[Tensor, ...] = (named[name],)
             if name in traits:
-                noise = functions.rounding(name, self.key, streams) if name in self.eager.random else None
+                noise = functions.rounding(name, key, streams) if name in self.eager.random else None
                 base = [fields[x] for x in variant.owned(self.eager.over.get(name, ""))]
                 new = CODECS[traits[name]].encode(*new, *base, noise=noise)
             fields |= zip(_columns(variant, [name]), new, strict=True)
@@ -243,8 +255,9 @@ class Noting:
             if known in _WARNED:
                 continue
             _WARNED[known] = True
+            step = bucket.lines.steps[bucket.line_of[i]] + 1
             warn(
-                f"step {bucket.step + 1}, {state.label(bucket.params[i], bucket.names[i])}: a matrix that the rule "
+                f"step {step}, {state.label(bucket.params[i], bucket.names[i])}: a matrix that the rule "
                 f"makes of gradients is not finite, and the rule goes on with what it has in its place, such as the "
                 f"basis of the step before.  Clip gradients; a NaN in one makes the weight NaN, too: load a "
                 f"checkpoint. Further steps say nothing of this parameter"

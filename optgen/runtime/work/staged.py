@@ -17,7 +17,7 @@ from optgen.runtime.layout.workspace import Workspace, entries
 from optgen.runtime.records import Stage, Temp, Variant
 from optgen.runtime.work import matrices, workers
 from optgen.runtime.work.bucket import Bucket
-from optgen.runtime.work.counting import Control
+from optgen.runtime.work.counting import Control, HostScalars
 
 Runner = Generator[list[Tensor] | messages.Exchange, Tensor | None, None]
 """Yields what each of its tensors adds to a sum (0-dim, fp32), and is sent the sum; or what it needs of other ranks."""
@@ -94,7 +94,7 @@ def _summed_after(variant: Variant, k: int) -> tuple[str, ...]:
 
 
 def drive(
-    bucket: Bucket, room: Workspace, scalars: Sequence[float] | Control, key: int, kernels: Callable[[int, int], None]
+    bucket: Bucket, room: Workspace, scalars: HostScalars | Control, kernels: Callable[[int, int], None]
 ) -> Runner:
     """The step of a bucket; `kernels(begin, end)` runs those stages over all its tensors.
 
@@ -108,7 +108,7 @@ def drive(
             kernels(part.begin, part.end)
         elif part.kind == "call":
             assert part.stage is not None
-            error = yield from matrices.work(bucket, room, part.stage, scalars, key, kept)
+            error = yield from matrices.work(bucket, room, part.stage, scalars, kept)
             failure = failure or error
         elif part.kind == "ranks":
             yield messages.Exchange(sums=_over_ranks(bucket, room, part.temps))

@@ -368,6 +368,17 @@ struct Number {
 
 constexpr int SIZES_OF_TENSOR = 6;  // of a table row, behind its addresses
 
+// The scalars of a step, `width` for each of its lines, and the keys of their random bits.
+struct Lines {
+    const float *scalars;
+    const int32_t *keys;
+    int width;
+
+    // The line of a tensor stands in the upper half of the entry that has its stream key.
+    const float *of(int64_t entry) const { return scalars + (entry >> 32) * width; }
+    int32_t key(int64_t entry) const { return keys[entry >> 32]; }
+};
+
 // A tensor, seen as rows of whole blocks: the last block of a row may hold fewer elements.  It may be a part of a larger
 // one: elements are numbered as they stand there, each row in whole blocks.
 struct Tensor {
@@ -524,8 +535,9 @@ template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count,
 
 // One step over all tensors.  Work is cut by tiles, evenly; a tile's bits do not depend on who computes it.
 template <class Kernel>
-int32_t run(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {
-    constexpr int most = Kernel::TILE / Kernel::BLOCK, row = width<Kernel>() + SIZES_OF_TENSOR;
+int32_t run(const int64_t *table, int64_t tensors, const float *scalars, const int32_t *keys, int32_t threads) {
+    constexpr int most = Kernel::TILE / Kernel::BLOCK, n = width<Kernel>(), row = n + SIZES_OF_TENSOR;
+    const Lines lines = {scalars, keys, Kernel::SCALARS};
     int64_t tiles = 0;
     for (int64_t k = 0; k < tensors; k++)
         tiles += (read_row<Kernel>(table + k * row).blocks + most - 1) / most;
@@ -544,7 +556,7 @@ int32_t run(const int64_t *table, int64_t tensors, const float *scalars, int32_t
             const int64_t own = (t.blocks + most - 1) / most;
             if (low < own) {
                 const int64_t stop = high < own ? high : own, end = stop * most < t.blocks ? stop * most : t.blocks;
-                walk<Kernel>(t, low * most, end - low * most, scalars, step_key);
+                walk<Kernel>(t, low * most, end - low * most, lines.of(t.at[n + 2]), lines.key(t.at[n + 2]));
                 low = stop;
             }
             low -= own;
@@ -556,12 +568,13 @@ int32_t run(const int64_t *table, int64_t tensors, const float *scalars, int32_t
 
 // The functions behind the exported ones; kernels of several stages have their own (stages.h).
 template <class Kernel, class = void> struct Runner {
-    static int32_t step(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {
-        return run<Kernel>(table, tensors, scalars, step_key, threads);
+    static int32_t step(const int64_t *table, int64_t tensors, const float *scalars, const int32_t *keys,
+                        int32_t threads) {
+        return run<Kernel>(table, tensors, scalars, keys, threads);
     }
-    static int32_t stages(const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads,
-                          int32_t begin, int32_t end) {
-        return begin == 0 && end == 1 ? step(table, tensors, scalars, step_key, threads) : 1;
+    static int32_t stages(const int64_t *table, int64_t tensors, const float *scalars, const int32_t *keys,
+                          int32_t threads, int32_t begin, int32_t end) {
+        return begin == 0 && end == 1 ? step(table, tensors, scalars, keys, threads) : 1;
     }
 };
 
@@ -569,11 +582,11 @@ template <class Kernel, class = void> struct Runner {
 
 #define OPTGEN_EXPORT                                                                                                 \
     extern "C" __attribute__((visibility("default"))) int32_t optgen_step(                                            \
-        const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {             \
-        return Runner<OPTGEN_KERNEL<OPTGEN_GRAD>>::step(table, tensors, scalars, step_key, threads);                  \
+        const int64_t *table, int64_t tensors, const float *scalars, const int32_t *keys, int32_t threads) {             \
+        return Runner<OPTGEN_KERNEL<OPTGEN_GRAD>>::step(table, tensors, scalars, keys, threads);                  \
     }                                                                                                                 \
     extern "C" __attribute__((visibility("default"))) int32_t optgen_stages(                                          \
-        const int64_t *table, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads,               \
+        const int64_t *table, int64_t tensors, const float *scalars, const int32_t *keys, int32_t threads,               \
         int32_t begin, int32_t end) {                                                                                 \
-        return Runner<OPTGEN_KERNEL<OPTGEN_GRAD>>::stages(table, tensors, scalars, step_key, threads, begin, end);    \
+        return Runner<OPTGEN_KERNEL<OPTGEN_GRAD>>::stages(table, tensors, scalars, keys, threads, begin, end);    \
     }

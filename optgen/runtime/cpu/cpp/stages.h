@@ -85,7 +85,7 @@ struct Shape {
     int64_t dense;  // address of fp32 room of the tensor's shape for each reduction of a sweep; or 0
     int64_t matrices, rows, columns;
     int64_t numel, grid_columns;
-    int32_t stream_key;
+    int64_t stream;              // its key, and above it the line of its scalars
     int64_t row, column, width;  // where the first element stands in the tensor that this one is a part of; its columns
     float extent[3];             // of that tensor
 
@@ -107,7 +107,7 @@ struct Table {
 
     Shape operator[](int64_t k) const {
         const int64_t *row = rows + k * (addresses + SIZES), *n = row + addresses;
-        return {row,  n[0], n[1], n[2], n[3], n[4], n[5], (int32_t)n[6], n[7], n[8], n[9],
+        return {row,  n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9],
                 {(float)n[10], (float)n[11], (float)n[12]}};
     }
 };
@@ -835,14 +835,17 @@ OPTGEN_ONCE void work_on_few(const Stage &s, const Shape &t, char *room, const K
 // -- the step
 
 // The work of one of `all` threads in stages [begin, end); they wait for each other after each sweep and what follows.
-inline void work(const Stage *stages, int begin, int end, const Table &table, const float *scalars, int32_t step_key,
-                 int64_t who, int64_t all, char *room) {
+inline void work(const Stage *stages, int begin, int end, const Table &table, const Lines &lines, int64_t who, int64_t all,
+                 char *room) {
+    const auto known_of = [&](const Shape &t) {
+        return Known{lines.of(t.stream), t.extent, lines.key(t.stream), (int32_t)t.stream};
+    };
     for (int k = begin; k < end;) {
         const Stage &s = stages[k];
         if (s.space == ELEMENT) {
             share(table, who, all, [&](const Shape &t) { return sweep_units(s, t); },
                   [&](const Shape &t, int64_t low, int64_t high) {
-                      const Known known = {scalars, t.extent, step_key, t.stream_key};
+                      const Known known = known_of(t);
                       by_panels(s, t) ? sweep_panels(s, t, low, high, room, known)
                                       : sweep_flat(s, t, low, high, room, known);
                   });
@@ -865,7 +868,7 @@ inline void work(const Stage *stages, int begin, int end, const Table &table, co
                 next++;
             share(table, who, all, [](const Shape &) { return (int64_t)1; },
                   [&](const Shape &t, int64_t, int64_t) {
-                      const Known known = {scalars, t.extent, step_key, t.stream_key};
+                      const Known known = known_of(t);
                       for (int i = k; i < next; i++)
                           work_on_few(stages[i], t, room, known);
                   });
@@ -880,7 +883,7 @@ template <class Kernel> struct Runner<Kernel, typename Kernel::staged> {
     static constexpr int STAGES = sizeof(Kernel::STAGES) / sizeof(Stage);
     static constexpr int ADDRESSES = Kernel::ADDRESSES;
 
-    static int32_t stages(const int64_t *rows, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads,
+    static int32_t stages(const int64_t *rows, int64_t tensors, const float *scalars, const int32_t *keys, int32_t threads,
                           int32_t begin, int32_t end) {
         if (begin < 0 || end > STAGES)
             return 1;
@@ -897,13 +900,13 @@ template <class Kernel> struct Runner<Kernel, typename Kernel::staged> {
             const int64_t who = 0, all = 1;
 #endif
             alignas(64) static thread_local char inside[room<Kernel>()];
-            work(Kernel::STAGES, begin, end, table, scalars, step_key, who, all, inside);
+            work(Kernel::STAGES, begin, end, table, {scalars, keys, Kernel::SCALARS}, who, all, inside);
         }
         return 0;
     }
 
-    static int32_t step(const int64_t *rows, int64_t tensors, const float *scalars, int32_t step_key, int32_t threads) {
-        return stages(rows, tensors, scalars, step_key, threads, 0, STAGES);
+    static int32_t step(const int64_t *rows, int64_t tensors, const float *scalars, const int32_t *keys, int32_t threads) {
+        return stages(rows, tensors, scalars, keys, threads, 0, STAGES);
     }
 };
 
