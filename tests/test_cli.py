@@ -72,6 +72,8 @@ def test_show(run: Run) -> None:
     lines = run("show", "radam")[1].splitlines()
     assert len(lines) <= 150 and max(map(len, lines)) < 300
     assert [line for line in lines if line.startswith("-- codec of p: bf16 and 8 more bits")]
+    assert "buffer exp_avg f32 elem state exp_avg rw" in lines
+    assert {line.partition("block=")[2] for line in lines if line.startswith("program ")} == {"1", "64"}
 
 
 def test_explain(run: Run) -> None:

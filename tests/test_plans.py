@@ -59,6 +59,8 @@ def test_but_replaces_parts_and_takes_the_new_name() -> None:
     for name in ("__init__", "__pycache__", "lambda", "two words", "1st", "a.b"):
         with pytest.raises(UserError, match="E309"):
             base.but(name=name)
+    with pytest.raises(UserError, match="a number of elements, 0 or more, got True"):
+        base.but(small_numel=True)
     assert wide.loc.file == __file__
 
 

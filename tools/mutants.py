@@ -50,8 +50,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_spellings.py",
     ),
     "lower": (
-        "texts", "more texts", PROGRAMS, "tests/test_sweeps.py", "tests/test_untouched.py", "tests/test_noise.py",
-        "all texts", "tests/test_passes.py",
+        "texts", "more texts", "tests/test_cli.py::test_show", PROGRAMS, "tests/test_sweeps.py",
+        "tests/test_untouched.py", "tests/test_noise.py", "all texts", "tests/test_passes.py",
     ),
     "backends": ("texts", "more texts", "tests/test_columns.py", PROGRAMS, "all texts", "tests/test_spellings.py"),
     "formats": (
