@@ -5,13 +5,13 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
+from optgen import roles, widths
 from optgen.base import ready
 from optgen.runtime.optimizer import Optimizer
 from optgen.runtime.options.options import near
@@ -43,7 +43,18 @@ def make(rule: Mapping[Any, Any], model: Model, *, plan: Any = None, **options: 
 def make(rule: Any, model: Model, *, plan: Any = None, **options: Any) -> Optimizer: ...
 
 
-def make(rule: Any, model: Model, *, plan: Any = None, **options: Any) -> torch.optim.Optimizer:
+def make(
+    rule: Any,
+    model: Model,
+    *,
+    plan: Any = None,
+    sort: bool | Mapping[Any, str] | None = None,
+    heads: bool = False,
+    scale: str | None = None,
+    base_width: int | None = None,
+    base: nn.Module | None = None,
+    **options: Any,
+) -> torch.optim.Optimizer:
     """Return an optimizer of a model's parameters, by the name of its rule.
 
     rule     the name of a ready-made rule, wrappers around one ("ema(cautious(adamw))"), a spec or its file, an
@@ -52,22 +63,42 @@ def make(rule: Any, model: Model, *, plan: Any = None, **options: Any) -> torch.
              says if it takes that; "*" takes what no other matches.
     model    or its named parameters
     plan     the plan's name, or what `optgen.compile` takes; None: each rule's default
+    sort     False: step all alike.  Else Muon and rules like it, which have an AdamW, step embeddings, heads, the first
+             convolution, norms and biases by that, in groups that say their "role"; Scion by its other norms.
+             {expression or function: role} changes what single parameters are; roles are hidden, lora_b, lora_a,
+             embedding, head, stem and vector
+    heads    let each head of queries, keys and values be a matrix to these rules, as model.config numbers them
+    scale    "mup": lr and weight_decay are those found at the width `base_width`, or with the model `base`, and follow
+             muP to this model's width; without these and lr, they begin with a public sweep's (`widths.TUNED`).
+             "mup_coupled" leaves weight_decay as it is
     options  of the class.  With several rules each takes those that it has, and each dict has its own first.
 
-    ValueError, before anything is made, for a name that no expression matches or two do, and for an expression without
-    a name; TypeError for an option that no rule has.
+    ValueError, before anything is made, for a name that no expression matches or two do, for an expression without
+    a name, and for a rule or model that cannot be sorted or scaled; TypeError for an option that no rule has.
     """
     if not isinstance(model, (nn.Module, Iterable)):
         raise TypeError(f"make: expected a model or its named parameters, got {model!r:.80}")
     named: Named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
     module = {"module": model} if isinstance(model, nn.Module) else {}
-    if not isinstance(rule, Mapping):
-        made: Optimizer = class_of(rule, plan)(named, **_planned(plan), **module, **options)
-        return made
+    asked = Asked(sort, heads, scale, base_width, base)
+    if isinstance(rule, Mapping):
+        if asked != Asked():
+            raise TypeError("make: several rules are sorted by their patterns: sort=, heads=, scale= are of one rule")
+        return _several(rule, named, module, plan, options)
+    cls = class_of(rule, plan)
+    arguments = _arranged(cls, named, module.get("module"), options, asked)
+    made: Optimizer = cls(**_planned(plan), **module, **{**options, **arguments})
+    return made
+
+
+def _several(
+    rules: Mapping[Any, Any], named: Named, module: Mapping[str, Any], plan: Any, options: Mapping[str, Any]
+) -> Several:
+    """Return an optimizer of several rules; `module`: the model, as an option."""
     if not all(isinstance(pair, (tuple, list)) for pair in named):
         raise TypeError("make: several rules are given by names: take the model, or its named_parameters()")
-    claimed = _claims(rule, named)
-    asked = {key: _options(key, value, plan) for key, value in rule.items()}
+    claimed = _claims(rules, named)
+    asked = {key: _options(key, value, plan) for key, value in rules.items()}
     takes = {key: inspect.signature(own["rule"]).parameters for key, own in asked.items()}
     _check_options(options, [own["rule"].__name__ for own in asked.values()], [*takes.values()])
     parts: dict[str, Optimizer] = {}
@@ -77,6 +108,54 @@ def make(rule: Any, model: Model, *, plan: Any = None, **options: Any) -> torch.
         given = {name: value for name, value in options.items() if name in takes[key]}
         parts[key] = cls(mine, **_planned(own_plan), **module, **{**given, **own})
     return Several(parts)
+
+
+class Asked(NamedTuple):
+    """The arguments of `make` about the parameters of one rule."""
+
+    sort: Any = None
+    heads: bool = False
+    scale: Any = None
+    base_width: Any = None
+    base: Any = None
+
+    def check(self, cls: Any, named: Named) -> bool:
+        """Return True if parameters are sorted; TypeError or ValueError for what cannot be sorted or scaled."""
+        pairs, sorts = all(isinstance(pair, tuple) for pair in named), roles.sorts(cls) and self.sort is not False
+        if (self.sort or self.heads or self.scale) and not pairs:
+            raise TypeError("make: sort=, heads= and scale= go by names: take the model, or its named_parameters()")
+        if (self.heads or self.sort and not self.scale) and not sorts:
+            raise ValueError(
+                f"make: sort= and heads= are of rules that leave embeddings to AdamW, as Muon does; {cls.__name__} has "
+                f"one step for all: give others to another rule, make({{pattern: {cls.SPEC!r}, '*': 'adamw'}}, model)"
+            )
+        if self.scale is not None and self.scale not in widths.SCALES:
+            raise ValueError(f"make: expected scale={' or '.join(map(repr, widths.SCALES))}, got {self.scale!r}")
+        if [self.base_width, self.base].count(None) < 2 - (self.scale is not None):
+            raise TypeError("make: base_width= or base=, one of them, goes with scale='mup'")
+        return sorts and pairs
+
+
+def _arranged(
+    cls: Any, named: Named, model: nn.Module | None, options: Mapping[str, Any], asked: Asked
+) -> dict[str, Any]:
+    """Return the parameters of an optimizer, in groups by their roles and rates, and options that belong to these."""
+    sorts = asked.check(cls, named) and not options.get("adamw")
+    if not sorts and not asked.scale:
+        return {"params": named}
+    found = roles.find(named, model, asked.sort if isinstance(asked.sort, Mapping) else None)
+    groups = roles.groups(cls if sorts else None, named, found)
+    more: dict[str, Any] = {}
+    if sorts:
+        more["blocks"] = {**(options.get("blocks") or {}), **roles.blocks_of(cls, named, found, model, asked.heads)}
+    if asked.scale:
+        base = asked.base_width if asked.base is None else asked.base
+        if base is None:
+            base, tuned = widths.tuned(cls, options)
+            more |= {name: value for name, value in tuned.items() if name not in options}
+        by = widths.ratios(named, found, model, base)
+        groups = widths.scaled(cls, groups, {**options, **more}, by, widths.SCALES[asked.scale])
+    return {"params": groups, **more}
 
 
 def _options(key: Any, value: Any, plan: Any) -> dict[str, Any]:
@@ -119,7 +198,7 @@ def class_of(rule: Any, plan: Any = None) -> Any:
 
 def _claims(rules: Mapping[Any, Any], named: Named) -> dict[str, Any]:
     """Return the expression, or function, that each name goes to."""
-    patterns = {key: key if callable(key) else _searched(key) for key in rules if key != REST}
+    patterns = {key: roles.searched(key) for key in rules if key != REST}
     claimed: dict[str, Any] = {}
     for name, p in named:
         found = [key for key, matches in patterns.items() if matches(name, p)]
@@ -136,12 +215,3 @@ def _claims(rules: Mapping[Any, Any], named: Named) -> dict[str, Any]:
 
 def _shown(named: Named) -> str:
     return ", ".join([*(name for name, _ in named[:8]), *(["..."] if named[8:] else [])])
-
-
-def _searched(pattern: Any) -> Callable[[str, Tensor], Any]:
-    """Return the search for a regular expression as a function of a name and a parameter."""
-    try:
-        expression = re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ValueError(f"make: {pattern!r} is no regular expression of names: {error}") from None
-    return lambda name, _: expression.search(name)

@@ -37,7 +37,7 @@ from tools import write_types
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PAGES = ("README.md", "docs/precision.md", "docs/checkpoints.md", "docs/memory.md")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("precision", "checkpoints", "memory", "muon", "widths")))
 ELSEWHERE = ("@optimizer", "from generated import", "from mine import")
 """The marks of blocks that stand in files, or need them."""
 
@@ -45,10 +45,10 @@ ELSEWHERE = ("@optimizer", "from generated import", "from mine import")
 class Model(nn.Module):
     """A model with the names that the pages speak of."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 128) -> None:
         super().__init__()
-        self.embed, self.router = nn.Embedding(64, 128), nn.Linear(128, 128)
-        self.norm, self.lm_head = nn.LayerNorm(128), nn.Linear(128, 64)
+        self.embed, self.router = nn.Embedding(64, width), nn.Linear(width, width)
+        self.norm, self.lm_head = nn.LayerNorm(width), nn.Linear(width, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.lm_head(self.norm(self.router(self.embed(x))))
@@ -79,7 +79,7 @@ def surroundings(text: str) -> dict[str, Any]:
     return {
         "torch": torch, "nn": nn, "optgen": optgen, "AdamW": AdamW, "accumulator": accumulator, "model": model,
         "fp32_model": Model(), "load_fp32_model": Model, "opt": opt, "loss_of": loss_of, "rest": rest, "step": 1,
-        "batches": [(torch.arange(64), torch.arange(64))] * 2,
+        "Model": Model, "batches": [(torch.arange(64), torch.arange(64))] * 2,
         "scheduler": torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
     }  # fmt: skip
 

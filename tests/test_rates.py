@@ -262,11 +262,13 @@ def test_embeddings_and_heads_among_matrices_are_warned_of_once() -> None:
     net["hidden"].register_module("codes", nn.Linear(3, 3, bias=False))  # of a name that has the other's in it
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        optgen.make("muon", net)
+        optgen.optim.Muon(net.named_parameters(), module=net)
     assert len(found) == 1 and "steps codes.weight as hidden matrices" in str(found[0].message)
-    line = str(found[0].message).partition("or write ")[2].replace("model", "net")
+    line = str(found[0].message).partition("or write ")[2].partition(", which")[0].replace("model", "net")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made: Any = eval(line)  # the line that it says is one that runs
-    assert [type(part).__name__ for part in made.parts.values()] == ["AdamW", "Muon"]
-    assert list(made.matched.values()) == [["codes.weight"], ["hidden.weight", "hidden.bias", "hidden.codes.weight"]]
+    assert {group["role"]: group["param_names"] for group in made.param_groups} == {
+        "hidden": ["hidden.weight"], "head": ["hidden.codes.weight"], "embedding": ["codes.weight"],
+        "vector": ["hidden.bias"],
+    }  # fmt: skip

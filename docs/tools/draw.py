@@ -343,9 +343,25 @@ def singular() -> Figure:
     return drawn
 
 
+def transfer() -> Figure:
+    """Draw losses over learning rates at four widths, without scale= and with it, from transfer.json."""
+    from docs.tools import transfer as t
+
+    drawn, axes = figure(640, 300, 1, 2, sharey=True)
+    for ax, way, title in zip(axes, t.WAYS, ("one rate for all", 'scale="mup"'), strict=True):
+        for width, mark in zip(t.WIDTHS, "os^D", strict=True):
+            at = t.losses(way, width)
+            ax.plot(list(at), list(at.values()), mark + "-", markersize=4, label=f"width {width}")
+        ax.set(xscale="log", title=title, xlabel="learning rate")
+    axes[0].set_ylabel("loss, nats per byte")
+    axes[0].legend(loc="upper right")
+    return drawn
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "memory": memory, "pareto": pareto, "training": training, "evidence": evidence, "curves": curves, "frozen": frozen,
     "freeze": freeze, "length": length, "rounding": rounding, "singular": singular,
+    "transfer": transfer,
 }  # fmt: skip
 
 

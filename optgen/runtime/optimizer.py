@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
@@ -561,7 +562,10 @@ def _described(cls: type[Optimizer], group: Mapping[str, Any]) -> str:
     for hyper in cls.HYPERS:
         if hyper.whole and isinstance(shown.get(hyper.name), float):
             shown[hyper.name] = int(shown[hyper.name])
-    return ", ".join([f"{len(group['params'])} parameters", *(f"{k}={v!r}" for k, v in shown.items())])
+    count = f"{len(group['params'])} parameters"
+    if "role" in group and group.get("param_names"):
+        count += f" of {', '.join(dict.fromkeys(re.sub(r'[0-9]+', '*', str(n)) for n in group['param_names']))}"
+    return ", ".join([count, *(f"{k}={v!r}" for k, v in shown.items())])
 
 
 def _complete(cls: type[Optimizer]) -> None:

@@ -139,8 +139,11 @@ def _inseparable(cls: Any, variant: Variant, p: Tensor, rows: tuple[int, ...], g
     for flag in cls.FLAGS:
         if flag.shape is not None and len({flag.holds(x, group) for x in shapes}) > 1:
             return f"{flag.name} holds for some of them only"
-    if not variant.needs_matrix:
-        return ""
+    return undivided(variant) if variant.needs_matrix else ""
+
+
+def undivided(variant: Variant) -> str:
+    """Return why the rows of a matrix cannot be parameters of their own in a step; "" if they can."""
     for f in variant.fields:
         if f.space not in ("elem", "row"):
             return f"{f.owner} is kept for all rows together, not for each"

@@ -22,11 +22,13 @@ from optgen.runtime.states import state
 GRADS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Gradient dtypes that kernels read; fp64 is converted to fp32."""
 
-APART = re.compile(
-    r"(^|\.)(wte|wpe|lm_head|unembed(ding)?|((tok|token|word|pos|position|token_type|input)_)?emb(ed(ding)?s?)?"
-    r"(_(tokens|positions|in|out))?)(\.weight)?$|^(head|output)\.weight$"
+HEAD = re.compile(r"(^|\.)(lm_head|unembed(ding)?)(\.weight)?$|^(head|output)\.weight$")
+EMBEDDING = re.compile(
+    r"(^|\.)(wte|wpe|((tok|token|word|pos|position|token_type|input)_)?emb(ed(ding)?s?)?(_(tokens|positions|in|out))?)"
+    r"(\.weight)?$"
 )
-"""Names of embeddings and of the output head.  Hidden layers of any model have others."""
+APART = re.compile(f"{HEAD.pattern}|{EMBEDDING.pattern}")
+"""Names of the output head and of embeddings.  Hidden layers of any model have others."""
 
 Dtypes = dict[int, tuple[Tensor, torch.dtype]]
 """id(parameter) -> the parameter, and its dtype when it was admitted."""
@@ -171,12 +173,11 @@ def _warn_embeddings(cls: Any, entries: Iterable[Entry], module: nn.Module | Non
         and checkpoint.select(cls, e.group, e.p, e.name)[2].needs_matrix
     ]  # fmt: skip
     if found:
-        names = f"^({'|'.join(dict.fromkeys(found))})$"
         warn(
             f"{cls.__name__} steps {', '.join(found[:4])}{', ...' if found[4:] else ''} as hidden matrices.  "
             f"Embeddings and output heads usually take AdamW at a rate of its own: give them a group "
-            f"{{'params': [...], 'adamw': True, 'lr': 3e-4}}, or write "
-            f"optgen.make({{{names!r}: {{'rule': 'adamw', 'lr': 3e-4}}, '*': {cls.SPEC!r}}}, model)",
+            f"{{'params': [...], 'adamw': True, 'lr': 3e-4}}, or write optgen.make({cls.SPEC!r}, model), which sorts "
+            f"parameters by what they are",
             cls,
         )
 
