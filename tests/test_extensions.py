@@ -11,6 +11,7 @@ import sympy
 import torch
 
 from optgen.backends import cpp, triton
+from optgen.base.errors import UserError
 from optgen.driver import emit
 from optgen.driver.build import Request, build
 from optgen.driver.compile import compile
@@ -59,6 +60,13 @@ class Bounded(Cut):
 
     def bound(self):
         return Bound(2.0**-7, "value", "2^-126 <= |x|", absolute=2.0**-133)
+
+
+class Pairs(Cut):
+    """The same, with a number that two elements share."""
+
+    def fields(self):
+        return {"": Field(i16), "shared": Field(i16, 2)}
 '''
 
 
@@ -94,6 +102,12 @@ def test_what_a_format_states_does_not_hold_of_one_that_encodes_otherwise(tmp_pa
     assert mine.Bounded().bound() is not None
     with pytest.raises(bounds.UnknownBound, match="Other states none"):
         bounds.one_step_bound(Other())
+
+
+def test_blocks_that_no_kernel_has_are_refused(tmp_path: Path) -> None:
+    plan = Plan("Pairs.", name="pairs", signed=module(tmp_path, "cut", FORMAT).Pairs())
+    with pytest.raises(UserError, match=r"`exp_avg` in blocks of 2, by Pairs, .*: use blocks .*, 16 to 2048"):
+        plan.storage(adamw.states, dtypes.f32, False)
 
 
 FIXED = """
@@ -199,6 +213,7 @@ PRIMITIVES = """
 import math
 
 from optgen.backends import cpp, triton
+from optgen.base.errors import UserError
 from optgen.driver import emit
 from optgen.driver.build import Request, build
 from optgen.backends.printer import ATOM

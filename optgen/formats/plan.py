@@ -16,7 +16,7 @@ from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.base.names import is_text
 from optgen.formats import floats
-from optgen.formats.check import is_whole, refusal
+from optgen.formats.check import BLOCKS, is_whole, refusal
 from optgen.formats.format import Field, Format, Master
 from optgen.formats.masters import Native
 from optgen.formats.of_matrices import MATRICES, NEAREST
@@ -336,6 +336,9 @@ class Plan:
             if state.init == "param" and fmt.matrix is not None:
                 what = f"`{state.name}`, which starts as the weight, kept as {fmt}"
                 raise refusal(places, what, "a format that needs no rows and columns")
+            if fmt.block not in (1, *BLOCKS):  # of fewer elements than lanes C++ kernels would mix the scales
+                what = f"`{state.name}` in blocks of {fmt.block}, by {type(fmt).__name__},"
+                raise refusal(places, what, f"blocks of a power of two, {BLOCKS[0]} to {BLOCKS[-1]}")
             if fmt.block > 1:
                 sizes.setdefault(fmt.block, state.name)
         if len(sizes) > 1:
