@@ -15,6 +15,8 @@ from optgen.formats.bound import ROUNDOFF
 from optgen.formats.factored import LOWEST, SMALLEST_NORMAL
 from optgen.formats.scales import SMALLEST
 from optgen.lang import flag, hyper, nonneg, optimizer, row_mean, sqrt, state
+from optgen.lower import matrix_of
+from optgen.ops import dtypes
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.cpu import native
 from optgen.runtime.layout import layout
@@ -229,6 +231,13 @@ def test_vectors_take_blocks_and_small_tensors_what_the_plan_says() -> None:
         {"exp_avg_sq": (4095,)},
         {"exp_avg_sq_codes": (8, 600), "exp_avg_sq_row": (8, 1), "exp_avg_sq_col": (1, 1200)},
     ]
+
+
+def test_a_rules_own_matrix_goes_before_that_of_the_formats() -> None:
+    adamp = harness.spec_of("adamp")
+    storage = harness.plan_of("int4_factored_split24").storage(adamp.states, dtypes.bf16, False)
+    assert storage.matrix == "last"
+    assert matrix_of(adamp, adamp.flag_values({}, (4, 3, 3)), storage) == "first"
 
 
 # -- what is refused, and what is said
