@@ -629,6 +629,21 @@ class Machine(RuleBasedStateMachine):
         for k, group in enumerate(self.subject.opt.param_groups):
             group["offload"] = bool(on >> k & 1)
 
+    @operation(idle)
+    def away(self) -> None:
+        """Let states leave what stands for a device, and come back; a state dict has them meanwhile."""
+        opt, resident = self.subject.opt, [part._offload.resident for part in self.subject.parts()]
+        for part in self.subject.parts():
+            part._offload.resident = ()
+        before = bits(opt.state_dict())
+        opt.offload_states()
+        self.refuses(opt.step)
+        assert bits(opt.state_dict()) == before
+        opt.reload_states()
+        for part, before in zip(self.subject.parts(), resident, strict=True):
+            part._offload.resident = before
+        self.check()
+
     @operation(whole)
     def evaluation(self) -> None:
         """Go to evaluation or back; a step is refused there."""

@@ -293,7 +293,7 @@ def test_what_a_graph_uses_stays_as_it_is() -> None:
     with capture():
         opt.step()
     plain.step()
-    captured = opt._stepper.launcher._captured
+    captured = opt._stepper.launcher.captured
     assert [x for entry in captured if isinstance(entry, tuple) for x in entry[1]]
     assert list(opt._stepper.launcher.used.values()) == first  # the graph's are its own
     for one in (opt, plain):
@@ -305,7 +305,7 @@ def test_what_a_graph_uses_stays_as_it_is() -> None:
         opt.step()
     plain.step()
     assert everything(opt) == everything(plain)
-    assert len(opt._stepper.launcher._captured) > len(first)
+    assert len(opt._stepper.launcher.captured) > len(first)
 
 
 def test_a_graph_and_every_stream_have_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

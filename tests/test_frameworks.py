@@ -181,6 +181,13 @@ def test_gradient_release_in_plain_torch() -> None:
         assert all(p.grad is None and optimizer.state[p]["step"] == 3 for p in model.parameters())
 
 
+def test_states_that_leave_for_rollouts_change_no_bit() -> None:
+    loop = example("rollout_loop")
+    (a, rewards), (b, same) = (loop.train(40, away) for away in (True, False))
+    assert same_weights(a, b) and rewards == same
+    assert rewards[-1] > 5 * rewards[0]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_data_parallel_by_torchrun(way: str) -> None:

@@ -10,24 +10,24 @@ from torch import Tensor, nn
 
 import optgen.optim as optim
 from optgen.runtime import Optimizer
-from optgen.runtime.modes import offload
+from optgen.runtime.modes import mover, offload
 from tests.harness import same_bits
 from tests.test_release import net, pair, train
 from tests.training import same
 
 
-class Watched(offload.Mover):
+class Watched(mover.Mover):
     """Copies that say when each piece of work began and ended."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(torch.device("cpu"))
         self.events = events
 
-    def fetch(self, pairs: Sequence[offload.Pair]) -> None:
+    def fetch(self, pairs: Sequence[mover.Pair]) -> None:
         self.events.append(f"fetch {len(pairs)}")
         super().fetch(pairs)
 
-    def send(self, pairs: Sequence[offload.Pair]) -> None:
+    def send(self, pairs: Sequence[mover.Pair]) -> None:
         super().send(pairs)
         self.events.append(f"send {len(pairs)}")
 
@@ -81,10 +81,10 @@ def test_options_are_refused_before_anything_changes() -> None:
 
 
 def test_chunks_before_an_error_stay_finished() -> None:
-    class Broken(offload.Mover):
+    class Broken(mover.Mover):
         sent = 0
 
-        def send(self, pairs: Sequence[offload.Pair]) -> None:
+        def send(self, pairs: Sequence[mover.Pair]) -> None:
             self.sent += 1
             if self.sent > 1:
                 raise OSError("the link is down")
@@ -123,6 +123,45 @@ def test_on_a_gpu_the_bits_are_those_of_the_host(name: str, monkeypatch: pytest.
     assert all(v.device.type == "cpu" for kept in opt_b.state.values() for v in kept.values() if isinstance(v, Tensor))
 
 
+@pytest.mark.cuda
+def test_memory_of_a_gpu_falls_by_what_the_optimizer_says() -> None:
+    """Bits come back, in pinned memory meanwhile; a graph that captured a step has to go first."""
+    a, b = (nn.Sequential(*(nn.Linear(1024, 1000 + k) for k in range(4))).bfloat16().cuda() for _ in range(2))
+    b.load_state_dict(a.state_dict())
+    one, two = (optim.AdamW(m.named_parameters(), capturable=True) for m in (a, b))
+
+    def step(model: nn.Module, opt: Optimizer, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=draw).to(p)
+        opt.step()
+
+    for k in range(6):
+        step(a, one, k)
+        step(b, two, k)
+        if k == 3:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                one.step()
+            graph.reset()
+            with pytest.raises(RuntimeError, match=r"offload_states\(recapture=True\)"):
+                one.offload_states()
+        a.zero_grad()
+        torch.cuda.synchronize()
+        before, states = torch.cuda.memory_allocated(), sum(one.memory().states.values())
+        one.offload_states(recapture=k == 3)
+        assert states <= before - torch.cuda.memory_allocated() <= states + 2**20
+        assert one.memory().places == {"cuda:0": one.memory().weights, "cpu": states}
+        kept = [x for p in a.parameters() for key, x in one.state[p].items() if key != "step"]
+        assert all(x.is_pinned() for x in kept)
+        one.dense_state_dict()
+        one.reload_states()
+        assert one.memory().places == {"cuda:0": one.memory().total}
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert same_bits(p.detach(), q.detach())
+        assert all(torch.equal(x, two.state[q][key]) for key, x in one.state[p].items())
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_parts_of_tensors_are_refused_by_name() -> None:
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
@@ -142,8 +181,8 @@ def test_released_parameters_take_turns_in_two_buffers(monkeypatch: pytest.Monke
     """Not one for each: that would be pinned memory of the size of the model."""
     taken: list[Tensor] = []
 
-    def buffer(self: offload.Mover) -> Tensor:
-        taken.append(offload.Mover.buffer(self))
+    def buffer(self: mover.Mover) -> Tensor:
+        taken.append(mover.Mover.buffer(self))
         return taken[-1]
 
     monkeypatch.setattr(Watched, "buffer", buffer)

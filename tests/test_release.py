@@ -252,7 +252,7 @@ def test_an_accumulator_keeps_no_gradient_between_micro_batches() -> None:
     assert all(p.grad is None for p in model.parameters())
     assert not opt.state
     for p, narrow in ((model.inner.weight, True), (model.inner.bias, False), (model.outer.weight, False)):
-        kept = [v for v in handle._release._released[id(p)].sums._entry.values() if isinstance(v, Tensor)]
+        kept = [v for v in handle._release._released[id(p)].sums.entry.values() if isinstance(v, Tensor)]
         assert (torch.float32 in {v.dtype for v in kept}) != narrow
     model.loss(1).backward()
     assert all(opt.state[p]["step"] == 1 for p in model.parameters())
@@ -269,7 +269,7 @@ def test_sums_take_the_bytes_and_have_the_errors_that_the_page_says(plan: str, s
     handle = opt.release_gradients(accumulate=2, accumulator=accumulator(plan))
     first, second = (torch.randn(64, 128, generator=draw) * 10 ** torch.linspace(-3, 3, 64)[:, None] for _ in range(2))
     (p * first).sum().backward()
-    kept = handle._release._released[id(p)].sums._entry.values()
+    kept = handle._release._released[id(p)].sums.entry.values()
     assert sum(x.nbytes for x in kept if isinstance(x, Tensor)) == size * p.numel() and p.grad is None
     (p * second).sum().backward()
     largest = first.abs() if plan != "int8" else first.abs().unflatten(1, (-1, 64)).amax(2).repeat_interleave(64, 1)

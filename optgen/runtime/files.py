@@ -38,6 +38,7 @@ def save_checkpoint(path: Path_, optimizer: Checkpointed, model: nn.Module | Non
     Raises TypeError for what could not be read back without running code, OSError if the file cannot be written.
     """
     _refuse_foreign(optimizer)
+    optimizer._refuse_midway("save_checkpoint()")
     params = _parameters(optimizer)
     for p in params:
         if sharding.is_sharded(p):  # before a value is looked at: ranks would wait for those that are not here

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from optgen.runtime.checkpoint import checkpoint, inputs, weights
+from optgen.runtime.checkpoint import checkpoint, inputs, reset, weights
 from optgen.runtime.layout import plans
 from optgen.runtime.layout.plans import Label, PlanOption
-from optgen.runtime.modes import offload, release, watch
+from optgen.runtime.modes import away, offload, release, watch
 from optgen.runtime.options import blocks as of_rows
 from optgen.runtime.options import entries, options
 from optgen.runtime.options import overrides as rules
@@ -42,6 +42,8 @@ class Checkpointed(torch.optim.Optimizer):
     """The base of optimizers of one rule and of several: state dicts, full weights, inputs, plans and memory."""
 
     feed, scale_rows = inputs.feed, weights.scale_rows
+    offload_states, reload_states = away.offload_states, away.reload_states
+    reset_states = reset.reset_states
 
     @property
     def _members(self) -> Sequence[Any]:
@@ -65,6 +67,7 @@ class Checkpointed(torch.optim.Optimizer):
     def _refuse_midway(self, action: str, stepping: bool = False) -> None:
         for one in self._members:
             what = f"{type(one).__name__}.{action}"
+            one._offload.arrive()
             if not stepping and one._release is not None and one._release.sums.noted:
                 raise RuntimeError(f"{what} before the end of a step of sums='previous': call step() first")
             if one._uphill:
@@ -76,14 +79,21 @@ class Checkpointed(torch.optim.Optimizer):
                     f"optimizer (load_state_dict)"
                 )
 
-    def _refuse_in_evaluation(self, action: str) -> None:
+    def _refuse_unready(self, action: str) -> None:
         self._refuse_midway(action, stepping=True)
         for one in self._members:
             if one._evaluating:
                 raise RuntimeError(f"{type(one).__name__}.{action} in evaluation: call train() first")
+            if one._offload.away:
+                where = "while its states are in host memory"
+                raise RuntimeError(f"{type(one).__name__}.{action} {where}: call reload_states() first")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, weights_only: bool = False) -> dict[str, Any]:
         """Return the state dict as torch does, with options as Python numbers.
+
+        weights_only  nothing of states but what belongs to the weights: low bits, masters.  Beside the model's state
+                      dict these are the full weights; `load_state_dict` takes them (the model first), and moments,
+                      counts of steps and options stay as they are
 
         It is for `load_state_dict` of the same rules.  Codes stand under names of their own (`exp_avg_codes`), so that
         torch.optim does not take them for states: `dense_state_dict` is the form that torch.optim loads.
@@ -99,7 +109,7 @@ class Checkpointed(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, found.get("param_groups", ()), strict=False):  # or as hooks left it
             if isinstance(saved, dict):
                 saved |= options.in_plain_numbers(owners[id(group)], saved)
-        return found
+        return weights.without_states(self, found) if weights_only else found
 
     def _without_own_entries(self, found: dict[str, Any]) -> dict[str, Any]:
         """Leave entries of the user's own out of a state dict, which no load would take, with one warning."""
@@ -173,7 +183,7 @@ class Checkpointed(torch.optim.Optimizer):
         Before the first step the bits wait beside the parameters (those of DTensors in their states) until that step
         takes them.  All is checked first: ValueError lists what does not fit, and nothing has changed.
         """
-        self._refuse_in_evaluation("load_master_state_dict()")
+        self._refuse_unready("load_master_state_dict()")
         weights.load(self, model, state_dict, strict)
 
     def plans(self) -> dict[Label, str]:
@@ -197,7 +207,7 @@ class Checkpointed(torch.optim.Optimizer):
         Return which one to replay, in the order of captures; or None, and nothing has changed, if none of them is the
         step that comes next: it is of another kind, or parameters, states or options are others than at the capture.
         """
-        self._refuse_in_evaluation("next_graph()")
+        self._refuse_unready("next_graph()")
         found = [(one._owner(), one._stepper.graphs) for one in self._members]
         for number, graphs in enumerate(zip(*(graphs for _, graphs in found), strict=False)):
             pairs = [(graph, owner, graph.prepared(owner)) for graph, (owner, _) in zip(graphs, found, strict=True)]
@@ -331,6 +341,7 @@ class Optimizer(Checkpointed):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset_caches()
+        self._offload.away = state.pop("_away", False)
         super().__setstate__(state)
         for group in self.param_groups:
             if line := checkpoint.other_form(group):
@@ -343,8 +354,8 @@ class Optimizer(Checkpointed):
                 group.setdefault(key, value)
         for entry in self._entries():
             self._stepper.dtypes[id(entry.p)] = (entry.p, entry.p.dtype)
-        if any(group.get("offload") for group in self.param_groups):  # copies of parameters do not know their homes
-            self._offload.settle(self.param_groups)
+        if self._offload.away or any(group.get("offload") for group in self.param_groups):
+            self._offload.settle(self.param_groups)  # copies of parameters do not know their homes
 
     def __repr__(self) -> str:
         lines = [f"    group {i}: {_described(type(self), group)}" for i, group in enumerate(self.param_groups)]
@@ -422,7 +433,7 @@ class Optimizer(Checkpointed):
         closure   computes the loss and the gradients anew; it runs first, and its value is returned.
         Gradients are not changed.  Errors about parameters, gradients, states and options come before any change.
         """
-        self._refuse_in_evaluation("step()")
+        self._refuse_unready("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -472,7 +483,8 @@ class Optimizer(Checkpointed):
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_midway("copying")
-        return {**super().__getstate__(), "_rules": self._rules, "_blocks": self._blocks}
+        own = {"_rules": self._rules, "_blocks": self._blocks, "_away": self._offload.away}
+        return {**super().__getstate__(), **own}
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -492,12 +504,18 @@ def read(one: Optimizer, state_dict: Mapping[str, Any]) -> checkpoint.Loaded:
     if not one._uninterrupted.torn:
         one._refuse_midway("load_state_dict()")
     state_dict = checkpoint.opened(one, state_dict)
+    alone = bool(state_dict.get(weights.WEIGHTS_ONLY))
+    if alone and one._evaluating:
+        one._refuse_unready("load_state_dict() of weights alone")
     with torch.no_grad():
         moved = one._offload.settle(one.param_groups)
         try:
+            if alone:
+                state_dict = weights.with_states(one, state_dict)
             loaded = checkpoint.read(type(one), one.param_groups, state_dict, one.state)
+            loaded = loaded._replace(groups=one.param_groups) if alone else loaded
             if one._evaluating and all(group.get(options.MODE, True) for group in loaded.groups):
-                one._refuse_in_evaluation("load_state_dict() of one that was taken in training")
+                one._refuse_unready("load_state_dict() of one that was taken in training")
             return loaded
         except BaseException:
             for entry, home in moved:

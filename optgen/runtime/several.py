@@ -176,7 +176,7 @@ class Several(Checkpointed):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient, as each part makes it."""
-        self._refuse_in_evaluation("step()")
+        self._refuse_unready("step()")
         refuse_scaled(self)
         loss = None
         if closure is not None:
@@ -248,7 +248,7 @@ class Several(Checkpointed):
         shares = [{number for group in own for number in group["params"]} for own in dealt.values()]
         shares[0] |= states.keys() - set().union(*shares)  # what is beside all parameters is of the first part
         return [
-            (part, {"state": {key: states[key] for key in mine if key in states}, "param_groups": own})
+            (part, {**saved, "state": {key: states[key] for key in mine if key in states}, "param_groups": own})
             for (part, own), mine in zip(dealt.items(), shares, strict=True)
         ]
 

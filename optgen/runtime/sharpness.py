@@ -74,7 +74,7 @@ class SAM:
         """
         self._refuse_moved()
         for part in getattr(self.optimizer, "_members", ()):
-            part._refuse_in_evaluation("first_step()")
+            part._refuse_unready("first_step()")
         if self._is_unscaled(scaler):
             raise RuntimeError(UNSCALED)
         self._scaler = scaler

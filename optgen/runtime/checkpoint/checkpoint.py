@@ -85,7 +85,7 @@ def read(cls: Any, groups: Groups, saved: Mapping[str, Any], present: Mapping[An
     misfits = Problems(f"{cls.__name__}.load_state_dict: the checkpoint does not fit, nothing was loaded")
     saved_groups, saved_state = parts(saved, misfits)
     saved_groups = _aligned(groups, saved_groups)
-    order, sources = matched = _match(groups, saved_groups, misfits)
+    order, sources = matched = match(groups, saved_groups, misfits)
     bare = all(isinstance(entry, Mapping) and not entry for entry in saved_state.values())
     pairs = enumerate(zip(groups, sources, strict=True))
     merged = [_merge(cls, i, *pair, order, bare, misfits) for i, pair in pairs]
@@ -224,7 +224,7 @@ class Matched(NamedTuple):
     sources: list[Mapping[str, Any]]
 
 
-def _match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Problems) -> Matched:
+def match(groups: Groups, saved: list[Mapping[str, Any]], misfits: Problems) -> Matched:
     """Match parameters by name over all groups if both sides have names that tell them apart, else by position.
 
     Names of wrappers (torch.compile, checkpoint_wrapper) are ignored unless both sides have the same names.  Raises

@@ -34,6 +34,8 @@ def feed(self: Any, *, keep: bool = False, **values: Given) -> None:
     All is checked first: TypeError for names that are no inputs and values that are no tensors, ValueError for a tensor
     that does not fit its parameter; nothing has changed then.
     """
+    for one in self._members:
+        one._offload.arrive()
     cls, found = type(self).__name__, list[Any]()
     inputs = dict.fromkeys(x for one in self._members for x in one.INPUTS)
     for name, given in values.items():

@@ -66,7 +66,7 @@ def of_entry(one: Any, entry: Entry) -> Tensor:
         return fresh(p)
     plan, variant, kept = _kept(one, entry)
     if state.TRAINED in kept:
-        made = evaluated(type(one), entry.group, state.trained(p, kept), kept, entry.name)
+        made = evaluated(type(one), entry.group, state.trained(p, kept), kept, entry.name).to(p.device)
         return sharding.wrapped(made, sharding.layout_of(p)) if sharding.is_sharded(p) else made
     weight = sharded_states.decode(plan, variant, p, kept, ("p",))["p"]
     if edited(sharding.local(p), sharding.local(weight)):
@@ -246,6 +246,44 @@ def load(optimizer: Any, model: nn.Module, saved: Any, strict: bool) -> None:
     low_bits.register(model)
 
 
+WEIGHTS_ONLY = "weights_only"
+"""The key of a state dict that has nothing of states but the bits of weights."""
+
+
+def without_states(optimizer: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict with the bits of weights alone; RuntimeError in evaluation, and where the bits of a cast wait
+    for a first step."""
+    made = {}
+    for one, entry, whole in optimizer._matched():
+        if one._evaluating:
+            one._refuse_unready("state_dict(weights_only=True)")
+        if kept := found["state"].get(whole.position):
+            made[whole.position] = {name: kept[name] for name in _kept(one, entry)[1].owned("p")}
+        elif low_bits.exact(entry.p) is not None:
+            raise RuntimeError(
+                f"{type(one).__name__}.state_dict(weights_only=True): the bits that cast_model kept of "
+                f"{state.label(entry.p, entry.name)} wait for a first step: make one, or take master_state_dict(model)"
+            )
+    return {**found, "state": made, WEIGHTS_ONLY: True}
+
+
+def with_states(one: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict of weights alone with the states and options that an optimizer of one rule has itself."""
+    misfits = Problems(f"{type(one).__name__}.load_state_dict: the weights do not fit, nothing was loaded")
+    groups, found = checkpoint.parts(saved, misfits)
+    numbers, states = checkpoint.match(one.param_groups, groups, misfits).order, dict[Any, Any]()
+    for entry in one._entries():
+        p, (plan, variant, kept), number = entry.p, _kept(one, entry), numbers[id(entry.p)]
+        if number in found and not kept:
+            parts = sharded_states.ShardedStates.of(p, variant) if sharding.is_sharded(p) else None
+            kept = state.create(plan, variant, p if parts is None else parts.weight(p), {}, entry.group, None, 0, parts)
+            kept = kept if parts is None else parts.wrapped(kept)
+        own = variant.owned("p") if number in found else ()
+        states[number] = {name: x for name, x in kept.items() if name not in own} | dict(found.get(number, {}))
+    own_groups = [{**group, "params": [numbers[id(p)] for p in group["params"]]} for group in one.param_groups]
+    return {"state": {number: kept for number, kept in states.items() if kept}, "param_groups": own_groups}
+
+
 @torch.no_grad()
 def scale_rows(optimizer: Any, p: Tensor, factors: Any) -> None:
     """Multiply the rows of a weight, and the bits of them that this optimizer keeps; moments stay as they are.
@@ -258,7 +296,7 @@ def scale_rows(optimizer: Any, p: Tensor, factors: Any) -> None:
     ValueError for another parameter, for factors of another number or that are not finite, and for a rule that keeps
     other weights beside p; RuntimeError as of `full_weights`.  Nothing has changed then.
     """
-    optimizer._refuse_in_evaluation("scale_rows()")
+    optimizer._refuse_unready("scale_rows()")
     owner = f"{type(optimizer).__name__}.scale_rows"
     one, entry = next(((one, entry) for one, entry, _ in optimizer._matched() if entry.p is p), (None, None))
     if one is None or entry is None:
@@ -306,6 +344,7 @@ def eval(optimizer: Any) -> None:
     optimizer._refuse_midway("eval()")
     if optimizer.evaluation is None or optimizer._evaluating:
         return
+    optimizer._refuse_unready("eval()")
     states = optimizer.state
     with torch.no_grad():
         found = [
@@ -324,6 +363,7 @@ def train(optimizer: Any) -> None:
     """Put back the weights that `eval()` took out, bit for bit, or those of training of a loaded checkpoint."""
     if not optimizer._evaluating:
         return
+    optimizer._offload.arrive()
     states = optimizer.state
     with torch.no_grad():
         for p, kept in list(states.items()):

@@ -44,6 +44,7 @@ class GradientAccumulator:
     In the place of the weight stands the gradient itself, which so takes the sum.
 
     count   the sums before this one: each draws other random bits
+    entry   the state of the sum, if there is one
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class GradientAccumulator:
         steps_of(self._cls, self._group, p, name)
         self._group["params"] = []
         self._seed, self.count = self._group["seed"], count
-        self._entry: dict[str, Any] | None = None
+        self.entry: dict[str, Any] | None = None
 
     @_disable_dynamo
     def add(self, g: Tensor) -> None:
@@ -72,11 +73,11 @@ class GradientAccumulator:
         weight = g.detach()
         weight.grad = g.detach()
         group["params"] = [weight]
-        states: dict[Any, Any] = {} if self._entry is None else {weight: self._entry}
+        states: dict[Any, Any] = {} if self.entry is None else {weight: self.entry}
         owner = Owner(self._cls, [group], states, Uninterrupted())
         try:
             Stepper().step(owner)  # one that stayed would hold the gradient
-            self._entry = states[weight]
+            self.entry = states[weight]
         finally:
             weight.grad = None
             group["params"] = []
@@ -87,5 +88,5 @@ class GradientAccumulator:
         The next one is of a window of its own (runtime/records/keys.py): places of one window an even number of steps
         apart, as the same micro-batch of every sum would be, are all in the same half of the cell.
         """
-        self._entry = None
+        self.entry = None
         self.count += 1

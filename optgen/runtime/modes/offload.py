@@ -11,7 +11,7 @@ A step on the host has the bits of the C++ backend.  Parameters on the CPU are u
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import sharding
+from optgen.runtime.modes.mover import HOST, LINE, Mover, Place, lines, places, views
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import Variant
@@ -27,57 +28,8 @@ from optgen.runtime.states import low_bits, state
 from optgen.runtime.step import admit
 from optgen.runtime.step.stepper import Stepper
 
-LINE = 64
-"""Bytes of a cache line."""
-
 CHUNK = 64 * 1024 * 1024
 """Bytes of weights and gradients that are on their way together; a larger parameter is a chunk of its own."""
-
-Pair = tuple[Tensor, Tensor]
-"""(written, read)."""
-
-
-class Mover:
-    """The way between the host and a device: two buffers in which chunks take turns, and streams beside the one that
-    computes. Copies of devices other than CUDA's are done when they return.
-
-    largest   the bytes that the largest known chunk needs: buffers are made so large
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.largest, self.buffers = device, 0, list[Tensor]()
-        stream: Any = torch.cuda.Stream if device.type == "cuda" else lambda _: None
-        self.down, self.up = stream(device), stream(device)
-
-    def buffer(self) -> Tensor:
-        """Return the buffer whose turn it is. A chunk keeps its own, even if a later one needs a larger one."""
-        found = self.buffers.pop(0) if len(self.buffers) == 2 else None
-        if found is None or found.numel() < self.largest:
-            pinned = self.device.type == "cuda"
-            found = torch.empty(self.largest, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        self.buffers.append(found)
-        return found
-
-    def _copy(self, stream: Any, pairs: Sequence[Pair]) -> Any:
-        with torch.cuda.stream(stream):
-            for written, read in pairs:
-                written.copy_(read, non_blocking=stream is not None)
-                for tensor in (written, read):
-                    if tensor.is_cuda:  # its memory is not to be used again before the copy is done
-                        tensor.record_stream(stream)
-        return None if stream is None else stream.record_event()
-
-    def fetch(self, pairs: Sequence[Pair]) -> Any:
-        """Start copies to the host after all work that the device was given so far; return their event, if any."""
-        if self.down is not None:
-            self.down.wait_stream(torch.cuda.current_stream(self.device))
-        return self._copy(self.down, pairs)
-
-    def send(self, pairs: Sequence[Pair]) -> None:
-        """Start copies to the device, for which all work waits that it is given from now on."""
-        done = self._copy(self.up, pairs)
-        if done is not None:
-            torch.cuda.current_stream(self.device).wait_event(done)
 
 
 class Chunk:
@@ -89,15 +41,13 @@ class Chunk:
 
     def __init__(self, members: Sequence[Entry], mover: Mover) -> None:
         self.members, self.mover, self.stepper = members, mover, Stepper()
-        self.twins, self.grads, buffer, end = list[Tensor](), list[Tensor](), mover.buffer(), 0
+        made = views(mover.buffer(), [m.p for m in members] + [_grad(m) for m in members])
+        self.twins, self.grads = made[: len(members)], made[len(members) :]
         self.groups: dict[int, dict[str, Any]] = {}
-        for m in members:
-            for like, views in ((m.p, self.twins), (_grad(m), self.grads)):
-                views.append(buffer[end : end + like.nbytes].view(like.dtype).view(like.shape))
-                end += _lines(like)
-            self.twins[-1].grad_dtype = m.p.grad_dtype
+        for twin, m in zip(self.twins, members, strict=True):
+            twin.grad_dtype = m.p.grad_dtype
             group = self.groups.setdefault(m.number, {key: [] for key in entries.OWN})
-            for key, value in zip(entries.OWN, (self.twins[-1], m.name, m.position), strict=True):
+            for key, value in zip(entries.OWN, (twin, m.name, m.position), strict=True):
                 group[key].append(value)
 
     def fetch(self) -> Any:
@@ -128,29 +78,39 @@ class Chunk:
 
 
 class Offload:
-    """The steps of an optimizer that has groups with offload=True.
+    """The places of an optimizer's states, and the steps of groups with offload=True.
 
     resident   types of devices whose parameters stay where they are
+    away       True while all states are in host memory (away.py), where no step is made
+    arriving   events of copies to the host that may still run
     """
 
     def __init__(self, make: Callable[[torch.device], Mover] = Mover, resident: Sequence[str] = ("cpu",)) -> None:
-        self._make, self._resident = make, resident
+        self._make, self.resident = make, resident
+        self.away, self.arriving = False, list[Any]()
         self._movers: dict[torch.device, Mover] = {}
-        self._known: Sequence[object] = ()
-        self._chunks: list[Chunk] = []
+        self._known, self._chunks = list[object](), list[Chunk]()
 
     def part(self, e: Entry) -> Offload:
         """Return one for a parameter alone, whose gradient is released: all of these share the movers."""
         if self._leaves(e):
-            self._mover(e.p.device, 2 * _lines(e.p))
-        return copy.copy(self)
+            self.mover(e.p.device, 2 * lines(e.p))
+        made = copy.copy(self)
+        made.away = False  # it only makes steps
+        return made
 
-    def _mover(self, device: torch.device, size: int) -> Mover:
+    def mover(self, device: torch.device, size: int = 0) -> Mover:
         """Return the mover of a device, for a chunk of that many bytes."""
         if device not in self._movers:
             self._movers[device] = self._make(device)
         self._movers[device].largest = max(size, self._movers[device].largest)
         return self._movers[device]
+
+    def arrive(self) -> None:
+        """Wait for the copies of states to the host."""
+        while self.arriving:
+            if (event := self.arriving.pop()) is not None:
+                event.synchronize()
 
     def forget_tables(self) -> None:
         """Free the memory that kernels need between stages, of every chunk."""
@@ -159,7 +119,7 @@ class Offload:
 
     def _leaves(self, e: Entry) -> bool:
         """Return True if the host updates this parameter."""
-        return bool(e.group.get("offload")) and e.p.device.type not in self._resident
+        return bool(e.group.get("offload")) and e.p.device.type not in self.resident
 
     def settle(self, groups: Sequence[dict[str, Any]]) -> list[tuple[Entry, torch.device | None]]:
         """Put states that are made or read from now on where the groups want them.
@@ -168,8 +128,9 @@ class Offload:
         """
         changed: list[tuple[Entry, torch.device | None]] = []
         for e in entries.of(groups):
-            before = state.home(e.p)
-            state.settle(e.p, torch.device("cpu") if self._leaves(e) and not sharding.is_sharded(e.p) else None)
+            before, away = state.home(e.p), self.away and e.p.device.type not in (*self.resident, "meta")
+            on_host = away or (self._leaves(e) and not sharding.is_sharded(e.p))
+            state.settle(e.p, HOST if on_host else None)
             if state.home(e.p) != before:
                 changed.append((e, None if before == e.p.device else before))
         return changed
@@ -182,7 +143,9 @@ class Offload:
         with torch.no_grad(), owner.uninterrupted:
             _check(owner, stepper)
             self._divide(owner, stepper)
-            self._bring(owner)
+            if self.settle(owner.groups):
+                self.bring(owner)
+                self.arrive()
             arrival = self._chunks[0].fetch() if self._chunks else None
             self._step_others(owner, stepper)
             for chunk, following in zip_longest(self._chunks, self._chunks[1:]):
@@ -191,12 +154,15 @@ class Offload:
                     event.synchronize()
                 chunk.step(owner)
 
-    def _bring(self, owner: Owner) -> None:
-        """Bring states that were made to where the groups want them now."""
-        for e, _ in self.settle(owner.groups):
-            for key, value in owner.states.get(e.p, {}).items():
-                if isinstance(value, Tensor):
-                    owner.states[e.p][key] = value.to(state.home(e.p))
+    def bring(self, owner: Owner, pin: bool = True, sums: Mapping[int, dict[str, Any]] | None = None) -> None:
+        """Bring all that is kept of the parameters, and sums by id(parameter), to where they are to lie now."""
+        by_device: dict[torch.device, list[Place]] = {}
+        for place in places(owner, self.away, sums or {}):
+            here = place.tensor.device
+            if here != place.home or here.type not in self.resident:
+                by_device.setdefault(here if place.home == HOST else place.home, []).append(place)
+        for device, found in by_device.items():
+            self.arriving.append(self.mover(device).move(found, pin))
 
     def _step_others(self, owner: Owner, stepper: Stepper) -> None:
         """Step the parameters that stay: for the stepper the others have no gradients."""
@@ -215,16 +181,15 @@ class Offload:
         known = [(id(e.p), e.number, e.name, e.p.shape, e.p.device, e.p.dtype, _grad(e).dtype) for e in leaving]
         if known == self._known:
             return
-        self._known, self._chunks = (), []
+        self._known, self._chunks = [], []
         if any(needs_model(owner, e) for e in leaving):
             raise ValueError(
                 f"{owner.cls.__name__} needs sums over the whole model: offload=True steps it in parts; leave offload "
                 f"out, or take a rule without such sums"
             )
-        parts = _parts(leaving)
-        movers = [self._mover(part[0].p.device, sum(map(_bytes, part))) for part in parts]
-        self._chunks = [Chunk(part, mover) for part, mover in zip(parts, movers, strict=True)]
-        self._known = known
+        pairs = [(part, self.mover(part[0].p.device, sum(map(_bytes, part)))) for part in _parts(leaving)]
+        self._chunks = [Chunk(part, mover) for part, mover in pairs]
+        self._known = [*known]
 
 
 def _parts(members: Sequence[Entry]) -> list[list[Entry]]:
@@ -242,12 +207,11 @@ def _parts(members: Sequence[Entry]) -> list[list[Entry]]:
 def _check(owner: Owner, stepper: Stepper) -> None:
     """Refuse what would be refused in the middle of a step."""
     stepper.refuse_numbers(owner)
-    name = owner.cls.__name__
     for group in owner.groups:
         options.hypers_of(owner.cls, group)
         if group.get("offload") and group["backend"] == "triton":
             why = "updates on the host, where backend='triton' does not run; take backend='auto'"
-            raise ValueError(f"{name}: offload=True {why}")
+            raise ValueError(f"{owner.cls.__name__}: offload=True {why}")
 
 
 def _admitted(owner: Owner, stepper: Stepper, e: Entry) -> bool:
@@ -283,8 +247,4 @@ def _grad(e: Entry) -> Tensor:
 
 def _bytes(e: Entry) -> int:
     """Return the bytes of the cache lines of a weight and its gradient."""
-    return max(LINE, _lines(e.p) + _lines(_grad(e)))
-
-
-def _lines(t: Tensor) -> int:
-    return -(-t.nbytes // LINE) * LINE
+    return max(LINE, lines(e.p) + lines(_grad(e)))

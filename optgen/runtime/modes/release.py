@@ -290,7 +290,7 @@ class Release:
     def complete(self, p: Tensor) -> None:
         """Use p.grad, which is complete for this backward; if something is refused, it stays and nothing changes."""
         with self._lock, torch.no_grad():
-            self.optimizer._refuse_in_evaluation("backward() with released gradients")
+            self.optimizer._refuse_unready("backward() with released gradients")
             owner = self.optimizer._owner()
             one = self._released.get(id(p))
             if one is None or p.grad is None:
@@ -433,6 +433,6 @@ def release_gradients(
     Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.  An optimizer that is deleted,
     and its handle with it, updates nothing any more.
     """
-    self._refuse_in_evaluation("release_gradients()")
+    self._refuse_unready("release_gradients()")
     self._release = Release(self, model, accumulate, accumulator, clip, clip_by, sums)
     return Handle(self, self._release)

@@ -156,7 +156,7 @@ class Overrides:
             called = [label] if isinstance(label, str) else []
             called += tables.names.get(id(p), ()) if tables is not None else ()
             classes = frozenset(tables.classes.get(id(p), ()) if tables is not None else ())
-            made.append(Member(p, tuple(dict.fromkeys(x for name in called for x in _called(name))), classes))
+            made.append(Member(p, tuple(dict.fromkeys(x for name in called for x in names_of(name))), classes))
         return made
 
     def apply(self, members: Iterable[Member]) -> list[Any]:
@@ -224,7 +224,7 @@ def bare(name: str) -> str:
     return name
 
 
-def _called(name: str) -> list[str]:
+def names_of(name: str) -> list[str]:
     """Return the names that patterns may match: the parameter's and its modules', also without wrappers."""
     found = []
     for one in dict.fromkeys((name, bare(name))):

@@ -12,11 +12,13 @@ import torch
 
 from optgen.runtime.layout import layout
 from optgen.runtime.records import Variant, fed_name
+from optgen.runtime.states import state
 
 
 @dataclass(frozen=True)
 class ParameterMemory:
-    """One parameter tensor; `states` maps each stored field to its bytes (the weight itself not counted)."""
+    """One parameter tensor; `states` maps each stored field to its bytes (the weight itself not counted), `places` each
+    device to the bytes on it."""
 
     name: str | int
     shape: tuple[int, ...]
@@ -26,6 +28,7 @@ class ParameterMemory:
     numel: int
     weight: int
     states: dict[str, int]
+    places: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -60,6 +63,11 @@ class Memory:
         return dict(total)
 
     @property
+    def places(self) -> dict[str, int]:
+        """Device -> bytes of weights and states that lie on it."""
+        return dict(sum((Counter(p.places) for p in self.parameters), Counter[str]()))
+
+    @property
     def total(self) -> int:
         return self.weights + sum(self.states.values())
 
@@ -69,7 +77,8 @@ class Memory:
         return self.total / self.numel if self.numel else 0.0
 
     def __repr__(self) -> str:
-        lines = [("weights", self.weights), *self.states.items(), ("total", self.total)]
+        places = [(f"on {device}", size) for device, size in self.places.items()]
+        lines = [("weights", self.weights), *self.states.items(), ("total", self.total), *places]
         width = max(len(name) for name, _ in lines)
         plans = list(dict.fromkeys(p.plan for p in self.parameters))
         table = [f"{_tensors(self)}, {self.numel:,} elements, plan {', '.join(plans) or 'none'}"]
@@ -97,7 +106,9 @@ def measure(p: torch.Tensor, name: str | int, plan: str, variant: Variant, kept:
     """Return the bytes of p and its state, which need not exist yet, from shapes; an input that is freed has none."""
     states = {f.name: math.prod(layout.field_shape(f, p.shape)) * f.torch_dtype.itemsize for f in variant.fields}
     states |= {x: 0 for x in states if type(fed := kept.get(fed_name(x))) is float and not fed}
+    weight = p.numel() * p.element_size()
+    places = Counter({str(p.device): weight}) + Counter({str(state.home(p)): sum(states.values())})
     return ParameterMemory(
-        name, tuple(p.shape), str(p.dtype).removeprefix("torch."), plan, variant.function,
-        p.numel(), p.numel() * p.element_size(), states,
+        name, tuple(p.shape), str(p.dtype).removeprefix("torch."), plan, variant.function, p.numel(), weight, states,
+        dict(places),
     )  # fmt: skip

@@ -297,12 +297,13 @@ Tables = dict[tuple[object, ...], Kernels]
 class Launcher:
     """Makes the kernels of an optimizer's buckets, from those of the step before where they are alike.
 
-    used   those of the last step
+    used      those of the last step
+    captured  what CUDA graphs hold
     """
 
     def __init__(self) -> None:
         self._kept, self.used = Tables(), Tables()
-        self._captured: list[object] = []
+        self.captured: list[object] = []
         self._capturing = False
         self._pools: dict[int, workspace.Pool] = {}
         self._turns: Counter[int] = Counter()
@@ -361,5 +362,5 @@ class Launcher:
         if not isinstance(last, TritonKernels) or last.control is None:
             raise counting.not_ready(state.label(*bucket.first))
         made, room = last.for_graph(bucket, now)
-        self._captured.append((made, made.tensors(), last.control.tensors(), room))
+        self.captured.append((made, made.tensors(), last.control.tensors(), room))
         return made
