@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -125,6 +125,21 @@ def test_what_a_step_on_1024_ranks_keeps_and_sends() -> None:
         table = scaling.table(1024)
     assert len(table) == 2 + len(scaling.RULES)
     assert "\n".join(table) in (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+
+
+def test_states_of_parts_on_the_host_stay_there_over_a_mesh_of_gpus() -> None:
+    """As fully_shard's CPUOffloadPolicy keeps parameters; no GPU is asked for anything."""
+    with one_of(2):
+        of = sharding.Layout(DeviceMesh("cuda", [0, 1], _init_backend=False), (Shard(0),), torch.Size((128, 64)))
+        p = nn.Parameter(sharding.wrapped(torch.ones(64, 64, dtype=torch.bfloat16), of))
+        opt = AdamW([("up", p)], plan="int8_split24")
+        p.grad = sharding.wrapped(torch.ones(64, 64, dtype=torch.bfloat16), of)
+        opt.step()
+        opt._offload.resident = ()
+        opt.offload_states()
+        opt.reload_states()
+        assert {x.device.type for x in opt.state[p].values() if isinstance(x, DTensor)} == {"cpu"}
+        assert torch.isfinite(opt.full_weights()[0].to_local()).all()
 
 
 # -- the short way through a step over DTensors ---------------------------------------------------------------------

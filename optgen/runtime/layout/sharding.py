@@ -256,11 +256,14 @@ def field_layout(field: Field, of: Layout, gathered: bool = False) -> Layout:
 
 
 def wrapped(part: Tensor, of: Layout) -> DTensor:
-    """The DTensor whose part on this rank is `part`."""
+    """The DTensor whose part on this rank is `part`, which stays where it lies: `from_local` moves it."""
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    stride = torch.empty(of.shape, device="meta").stride()
-    return DTensor.from_local(part, of.mesh, of.placements, run_check=False, shape=of.shape, stride=stride)
+    meta = TensorMeta(of.shape, torch.empty(of.shape, device="meta").stride(), part.dtype)
+    made: Any = DTensor
+    found: DTensor = made(part, DTensorSpec(of.mesh, of.placements, tensor_meta=meta), requires_grad=False)
+    return found
 
 
 @functools.lru_cache(maxsize=65536)
