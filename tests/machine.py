@@ -605,18 +605,16 @@ class Machine(RuleBasedStateMachine):
 
     @operation(lambda self: trains(self) and not self.bound)
     def release(self) -> None:
-        """Release gradients, or stop that; refused where the rule sums over the model, unless sums of the step before
-        leave the bits."""
-        lagging = {"sums": "previous"} if self.cell.rule == "dadapt_adam" else {}
+        """Release gradients, or stop that; refused where the rule sums over the model."""
         parts = [x for x in self.subject.parts() if any(p.requires_grad for g in x.param_groups for p in g["params"])]
         if self.handles:
             for handle in self.handles:
                 handle.remove()
             self.handles = []
-        elif self.two or (self.cell.rule in SUMS and not lagging):
+        elif self.two or self.cell.rule in SUMS:
             self.refuses(self.subject.opt.release_gradients)
         elif len(self.frozen) < len(self.subject.model):
-            self.handles = [part.release_gradients(**lagging) for part in parts]
+            self.handles = [part.release_gradients() for part in parts]
             self.refuses(parts[-1].release_gradients)
         self.check()
 

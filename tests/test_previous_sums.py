@@ -87,6 +87,16 @@ def test_all_wait_at_the_first_step_and_the_smallest_at_others() -> None:
         assert not waiting(model) and len({float(s["d"]) for s in opt.state.values()}) == 1
 
 
+@pytest.mark.parametrize(("rule", "counts"), [("clipped(adamw)", [5, 1, 1]), ("dog", [5, 5, 1])])
+def test_sums_of_other_things_at_a_first_step_are_not_taken_at_the_second(rule: str, counts: list[int]) -> None:
+    """DoG sums weights at its first step, and then distances, which are far smaller."""
+    model, opt = made(rule)
+    for k, count in enumerate(counts):
+        model.loss(2 * k + 1).backward()
+        assert len(waiting(model)) == count
+        opt.step()
+
+
 def clipped_by_hand(model: Net, before: torch.Tensor | None, lr: float, limit: float) -> torch.Tensor:
     """Make a step of SGD, clipped by the norm of the step before but for the smallest parameter's; return the norm."""
     found = {name: p for name, p in model.named_parameters() if p.grad is not None}

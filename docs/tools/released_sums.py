@@ -24,7 +24,6 @@ RULES: dict[str, dict[str, Any]] = {
     "prodigy": {"lr": 1.0, "betas": (0.9, 0.99), "weight_decay": 0.01},
     "schedule_free(prodigy)": {"lr": 1.0, "betas": (0.0, 0.99)},
     "clipped(adamw)": {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "max_norm": 0.3},
-    "dog": {"lr": 1.0, "reps_rel": 1e-4},
 }
 
 

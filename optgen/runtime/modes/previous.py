@@ -2,7 +2,8 @@
 
 What it adds to the sums of this one is noted.  The gradient of the smallest parameter that has come waits for `step()`,
 which so knows the sums of this step: they are what that parameter takes, and what states of the whole model are made
-of, such as Prodigy's d.  While no sums are known, as at the first step, all gradients wait.
+of, such as Prodigy's d.  While no sums are known, as at the first step, all gradients wait; and at the second one where
+sums of the first are of other things, as DoG's are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optgen.runtime.options import options
 from optgen.runtime.options.entries import Entry, Owner
+from optgen.runtime.records import Variant
 from optgen.runtime.states import state
 from optgen.runtime.step.model_sums import ModelSums, Parts, total, value_of
 from optgen.runtime.work.bucket import Bucket
@@ -58,16 +61,9 @@ class PreviousSums(ModelSums):
 
     def due(self, one: Any, owner: Owner) -> Any:
         """Return the parameter that makes its step now that `one` has its gradient; None if none does."""
-        temps, of_model = one.variant.model_temps, one.variant.of_model
-        if not (temps or of_model):
+        if not (one.variant.model_temps or one.variant.of_model):
             return one
-        self.former = owner.groups[0].get(KEY)
-        if self.former is None or len(self.former) != len(temps):
-            return None
-        if not self.before:
-            values = {name: value_of(owner.states, name) for name in of_model}
-            self.before = {name: value.clone() for name, value in values.items() if value is not None}
-        if len(self.before) < len(of_model):
+        if not self._serves(one, owner):
             return None
         if self.waits is None or self.waits.p.grad is None:
             self.waits = one
@@ -75,6 +71,18 @@ class PreviousSums(ModelSums):
         if (one.p.numel() or math.inf) < (self.waits.p.numel() or math.inf):
             one, self.waits = self.waits, one
         return one
+
+    def _serves(self, one: Any, owner: Owner) -> bool:
+        """Return True if sums and states of the step before are known, and of what the parameter needs now."""
+        self.former = owner.groups[0].get(KEY)
+        if self.former is None or len(self.former) != len(one.variant.model_temps):
+            return False
+        if not self.before:
+            values = {name: value_of(owner.states, name) for name in one.variant.of_model}
+            self.before = {name: value.clone() for name, value in values.items() if value is not None}
+        made = state.step_count(owner.states.get(one.p, {}).get("step", 0))
+        begins = made == 1 and _begins_otherwise(one.variant, options.hypers_of(owner.cls, one.entry.group))
+        return len(self.before) == len(one.variant.of_model) and not begins
 
     def total(self, parts: Parts) -> Tensor:
         """Return the sum in the order of an ordinary step: bucket after bucket."""
@@ -119,6 +127,13 @@ class OfOne(ModelSums):
         for s in (s for bucket in buckets for s in bucket.states):
             for name, value in self.sums.before.items():
                 s[name].copy_(value)
+
+
+def _begins_otherwise(variant: Variant, hypers: Mapping[str, Any]) -> bool:
+    """Return True if numbers that the sums are made with are others at a parameter's first step than at the second."""
+    last = max((stage.level for stage in variant.stages if {*stage.temps} & {*variant.model_temps}), default=-1)
+    first, second = (variant.host[0](step, 1.0, **hypers, **dict(variant.host_states)) for step in (1, 2))
+    return any(first[k] != second[k] for stage in variant.stages if stage.level <= last for k in stage.scalars)
 
 
 def _key(bucket: Bucket, line: int, number: int) -> object:
