@@ -63,7 +63,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_master_weights.py",
     ),
     "runtime/step": (
-        PROGRAMS, "tests/test_step_contract.py", "tests/test_runtime.py", "tests/test_replay_triton.py",
+        PROGRAMS, "tests/test_groups.py::test_steps_counted_on_the_device_ask_as_much_for_many_groups",
+        "tests/test_step_contract.py", "tests/test_runtime.py", "tests/test_replay_triton.py",
         "tests/test_matrices.py::test_a_stack_is_told_from_a_convolution",
         "tests/test_capturable.py::test_counts_that_something_else_has_changed_are_followed",
         "tests/test_torch_contract.py::test_a_momentum_that_begins_or_ends_after_a_step_is_refused",
