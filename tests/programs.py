@@ -865,7 +865,12 @@ def run(case: Case, folder: Path) -> None:
             raise Refused(f"{error.code} {error.message}") if error.locs else Unplaced(str(error)) from error
         spec, plan = module.drawn, module.plan
         with _settings(case):
-            reference = trained(cls, case, plan, "reference")
+            try:
+                reference = trained(cls, case, plan, "reference")
+            except RuntimeError as error:  # a flag gives the operands of a sum, and so the sum, another name
+                if "needs the sums over the model" not in str(error):
+                    raise
+                raise Refused(str(error)) from error
             for backend in ("triton", "cpp"):
                 if backend in case.kernels:
                     found = differing(trained(cls, case, plan, backend), reference, case)

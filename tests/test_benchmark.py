@@ -29,7 +29,7 @@ def test_a_run_on_the_cpu_writes_its_report(tmp_path: Path, monkeypatch: pytest.
     assert {"device", "code_path", "cores", "date", "compiler", "packages"} <= set(data["machine"])
     for key, title in (("8192, 1", "8,192 parameters, steps in a row"), ("2x64, 1", "2 tensors of 64")):
         found = data["sections"][key]
-        base, ours = found["rows"]
+        base, ours = (row for row in found["rows"] if "a group" not in row["name"])
         assert (base["name"], ours["name"], found["title"]) == (BASE, "AdamW fp32", title) and not found["left_out"]
         assert ours["speed"]["n"] == 2 and ours["moved"] == 28 and ours["ns_per_parameter"]["q1"] > 0
     text = path.with_suffix(".md").read_text(encoding="utf-8")
