@@ -480,6 +480,55 @@ def matrices_have_one_worker(here: Here) -> None:
     assert runs.many.state[runs.parts[0]]["left"].to_local().isnan().all()
 
 
+@case(2, 3, 4)
+def whole_matrices_have_one_worker(here: Here) -> None:
+    """Of matrices that all ranks hold each rank works on its share, with the bits of each working on all; a checkpoint
+    has everything; where ranks differ in a gradient, or to begin with, all of them raise, and nothing has changed."""
+    shapes = [(64, 96)] * 11 + [(96, 64), (12, 32, 24), (72, 4)]
+    pieces = [Piece(here.values(*shape, dtype=torch.bfloat16)) for shape in shapes]
+    pieces.append(Piece(here.values(64, 48, dtype=torch.bfloat16), here.mesh(here.world), [Replicate()]))
+    function, worked = matrices.newton_schulz, torch.zeros(())
+
+    def counted(x: Tensor, *given: float) -> Tensor:
+        m, n = sorted(x.shape[-2:])
+        worked.add_((len(x) if x.ndim == 3 else 1) * m * m * (4 * n + 2 * m))
+        return function(x, *given)
+
+    def step(opt: Any) -> float:
+        worked.zero_()
+        with mock.patch.object(matrices, "newton_schulz", counted):
+            opt.step()
+        return worked.item()
+
+    rules = [(optim.Muon, "int8_split24"), (optim.SOAP, "int8_split24"), (optim.Shampoo, "fp32")]
+    for cls, plan in rules[: 3 if here.world == 2 else 2]:
+        more = {"blocks": {"numel < 300": (40, 24, 8)}} if cls is optim.Muon else {}
+        runs = Runs(here, cls, pieces, plan=plan, **more)
+        more |= {"lr": 1e-2, "plan": plan, "backend": here.backend, "replicas": dist.group.WORLD}
+        runs.many = cls(runs.parts, **more)
+        for _ in range(3):
+            runs.draw()
+            with one_at_a_time(True):
+                alone, shared = step(runs.one), step(runs.many)
+            runs.same()
+            assert shared <= 1.1 * alone / here.world, (shared, alone)
+        _, opt = runs.another(runs.many.state_dict(), runs.parts)  # without `replicas`
+        for p, q in zip(runs.alone, opt.param_groups[0]["params"], strict=True):
+            alike_states(runs.one, p, opt, q, "a loaded state")
+    for k, what in enumerate(("gradient", "gradient", "weight")):
+        runs.draw()
+        if here.rank == 1 and k < 2:
+            runs.parts[0].grad = runs.parts[0].grad * 2 if k else None
+        runs.parts[0].data.mul_(1 + here.rank * (k == 2))
+        runs.many.load_state_dict(runs.many.state_dict())  # what is there is compared anew
+        before = [whole(p) for p in runs.parts]
+        with refused(ValueError, "parameter 0", f"its {what}", "without `replicas`"):
+            runs.many.step()
+        assert all(torch.equal(x, whole(p)) for x, p in zip(before, runs.parts, strict=True))
+    with refused(TypeError, "process group"):
+        optim.Muon(runs.parts, replicas=here.mesh(here.world))
+
+
 # -- rules that sum ----------------------------------------------------------------------------------------
 def enclosed(here: Here, name: str, plan_name: str, pieces: Sequence[Piece], steps: int = 2) -> None:
     """Each step of each parameter lies where running error analysis says that it may, sums taken in any order; what all
@@ -761,20 +810,21 @@ def built(here: Here, width: int = 130) -> Model:
 def replicas(here: Here) -> None:
     """DistributedDataParallel: all ranks keep the same bits, also under stochastic rounding, though they see other
     batches; with ZeroRedundancyOptimizer each steps its share of the parameters as one optimizer steps them all."""
-    models = [nn.parallel.DistributedDataParallel(built(here)) for _ in range(3)]
+    models = [nn.parallel.DistributedDataParallel(built(here)) for _ in range(4)]
     options = {"lr": 1e-2, "backend": here.backend}
     zero = ZeroRedundancyOptimizer(models[0].parameters(), optimizer_class=optim.AdamW, plan="fp32", **options)
     usual = optim.AdamW(models[1].parameters(), plan="fp32", **options)
     coded = optim.AdamW(models[2].named_parameters(), plan="int8", **options)
+    shared = optim.Muon(models[3].named_parameters(), plan="int8", replicas=models[3].process_group, **options)
     for _ in range(3):
         x = here.values(2, 16, 64)[here.rank]
-        for model, opt in zip(models, (zero, usual, coded), strict=True):
+        for model, opt in zip(models, (zero, usual, coded, shared), strict=True):
             opt.zero_grad()
             model(x).square().mean().backward()
             opt.step()
-    for p, q, r in zip(*(model.parameters() for model in models), strict=True):
+    for p, q, r, s in zip(*(model.parameters() for model in models), strict=True):
         alike(q.detach(), p.detach(), "the weight")
-        for value in (p, r, *coded.state[r].values()):
+        for value in (p, r, *coded.state[r].values(), s, *shared.state[s].values()):
             everywhere(value if isinstance(value, Tensor) else torch.tensor(value))
     assert 0 < len(zero.optim.state) < len(usual.state)
 

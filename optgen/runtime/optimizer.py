@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from optgen.runtime.checkpoint import checkpoint, inputs, reset, weights
-from optgen.runtime.layout import plans
+from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label, PlanOption
 from optgen.runtime.modes import away, offload, release, watch
 from optgen.runtime.options import blocks as of_rows
@@ -255,6 +255,9 @@ class Optimizer(Checkpointed):
               of its own (by its position over all groups), so that no step does it for all but the first
     workspace of rules with functions of whole matrices: bytes, or as in "512MiB" (the default), that matrices take
               between two sweeps at a time; a batch of products has half of it
+    replicas  the process group of ranks that hold the same parameters and gradients, such as `ddp.process_group`: each
+              matrix of such rules is worked on by one of them, and the results go to all, with the bits that each would
+              have found.  Parameters that are replicated DTensors say so themselves.  Neither saved nor copied
     """
 
     SPEC: ClassVar[str]
@@ -297,6 +300,7 @@ class Optimizer(Checkpointed):
         offload: bool = False,
         stagger: bool = False,
         workspace: int | str | None = None,
+        replicas: Any = None,
         **unknown: Any,
     ) -> None:
         _refuse_unknown(type(self), unknown | ({} if self.BLOCKS or blocks is None else {"blocks": blocks}))
@@ -313,6 +317,8 @@ class Optimizer(Checkpointed):
         super().__init__(params, defaults)
         self.state = state.States(dict)
         self._all_given = True
+        device = next(self._entries()).p.device
+        self._replicas = None if replicas is None else sharding.mesh_of(replicas, device)
         admit.refuse_shared_memory(type(self), self._entries())
         labels, found = [entry.name for entry in self._entries()], [entry.p for entry in self._entries()]
         for given_rules in (self._rules, self._blocks):
@@ -331,6 +337,7 @@ class Optimizer(Checkpointed):
         self._watch: watch.Watch | None = None
         self._uninterrupted = Uninterrupted()
         self._uphill = False  # between the two steps of SAM
+        self._replicas = None
         self._rules, self._blocks = rules.Overrides(type(self)), of_rows.BlockOverrides(type(self))
 
     @property
@@ -417,7 +424,7 @@ class Optimizer(Checkpointed):
 
     def _owner(self) -> Owner:
         """Return the class, the groups and the states as they are now."""
-        return Owner(type(self), self.param_groups, self.state, self._uninterrupted)
+        return Owner(type(self), self.param_groups, self.state, self._uninterrupted, self._replicas)
 
     # -- step -----------------------------------------------------------------------------------------
 

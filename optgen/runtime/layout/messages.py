@@ -19,7 +19,6 @@ from optgen.runtime.layout.sharding import Layout, is_sharded, largest_part, lay
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 ALIGNMENT = 64
 """Bytes to which tensors are aligned in a message."""
@@ -205,17 +204,38 @@ def _all_ranks(mesh: DeviceMesh, world: Any) -> tuple[Any, tuple[int, ...]]:
     return group, tuple(dist.get_group_rank(group, rank) for rank in ranks)
 
 
-def agreed(params: Sequence[DTensor]) -> list[bool]:
+def agreed(params: Sequence[tuple[Tensor, DeviceMesh]]) -> list[bool]:
     """Return, for each parameter, True if any rank of its mesh has a gradient of it.
 
     One byte for each parameter goes around each mesh dimension, and the host waits for it.
     """
-    found = [p.grad is not None for p in params]
-    for mesh in dict.fromkeys(p.device_mesh for p in params):
-        own = [i for i, p in enumerate(params) if p.device_mesh == mesh]
+    found = [p.grad is not None for p, _ in params]
+    for mesh in dict.fromkeys(mesh for _, mesh in params):
+        own = [i for i, (_, x) in enumerate(params) if x == mesh]
         for i, has in zip(own, _on_any_rank(mesh, [found[i] for i in own]), strict=True):
             found[i] = has
     return found
+
+
+def unlike(mesh: DeviceMesh, values: Sequence[Tensor]) -> list[bool]:
+    """Return True for each number (int64, 0-dim) that is not the same on all ranks of a mesh; the host waits for it."""
+    import torch.distributed as dist
+
+    own = torch.stack([x.to(mesh.device_type) for x in values])
+    largest = torch.stack([own, ~own])  # ~x falls as x rises, and never overflows
+    for dim in range(mesh.ndim):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return list(map(bool, (largest[0] != ~largest[1]).tolist()))
+
+
+def checksum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return a number (int64, 0-dim) that follows from the bits of tensors, wherever they lie."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for x in tensors:
+        words = torch.zeros(-(-x.nbytes // 8), dtype=torch.int64, device=x.device)
+        words.view(torch.uint8)[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        total = 31 * total + words.sum().to(device)
+    return total
 
 
 def anywhere(found: bool, params: Iterable[Any]) -> bool:

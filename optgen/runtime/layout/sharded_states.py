@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -228,7 +228,6 @@ class ShardedParameter:
     owner     the state as the optimizer keeps it: {"exp_avg": DTensor, ..., "step": 7}
     parts     the layout of its states
     whole     True if kernels see the whole logical tensor, and this rank keeps its part of the result
-    workers   the rank that works on each of its matrices, if a function of whole matrices is called: (0, 2, 1)
     """
 
     p: DTensor
@@ -237,20 +236,10 @@ class ShardedParameter:
     owner: dict[str, Any]
     parts: ShardedStates
     whole: bool = False
-    workers: tuple[int, ...] = ()
 
     @property
     def gathered(self) -> bool:
         return self.parts.gathered
-
-    @property
-    def shared(self) -> bool:
-        """True if each of its matrices is worked on by one rank: of its parts, or of a matrix that all ranks have."""
-        return bool(self.workers) and self.whole != bool(self.layout.dims())
-
-    def piece(self, shape: torch.Size, worker: int) -> ShardedParameter:
-        """Return that of one of its matrices, which all ranks have."""
-        return replace(self, layout=self.layout.of_all(shape), workers=(worker,))
 
 
 def pair(p: DTensor, g: Any) -> tuple[Tensor, Tensor]:

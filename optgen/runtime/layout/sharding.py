@@ -226,6 +226,23 @@ def layout_of(x: DTensor) -> Layout:
     return _layout(x.device_mesh, tuple(x.placements), x.shape)
 
 
+def layout_over(x: Any, replicas: DeviceMesh | None) -> Layout | None:
+    """Return the layout of a DTensor, or of a tensor that all ranks of `replicas` hold whole; None for any other."""
+    if is_sharded(x):
+        return layout_of(x)
+    return None if replicas is None else _layout(replicas, (_moved(None, None),), x.shape)
+
+
+def mesh_of(group: Any, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh of a process group, None of one rank.  Raises TypeError if it is no group of this rank's."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"replicas must be a process group of this rank's, as ddp.process_group, got {group!r:.80}")
+    return DeviceMesh.from_group(group, device.type) if group.size() > 1 else None
+
+
 @functools.lru_cache(maxsize=65536)
 def field_layout(field: Field, of: Layout, gathered: bool = False) -> Layout:
     """Return the layout of a parameter's field; gathered: all ranks have all of it.

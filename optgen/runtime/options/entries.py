@@ -16,13 +16,14 @@ which is stepped by itself, the indices over all of these."""
 
 
 class Owner(NamedTuple):
-    """The optimizer whose step is made, or a part of it: its class, groups and states, and the context in
-    which it changes them."""
+    """The optimizer whose step is made, or a part of it: its class, groups and states, the context in which it changes
+    them, and the mesh of ranks that hold the same parameters (`replicas`), if they share work."""
 
     cls: Any
     groups: list[dict[str, Any]]
     states: dict[Any, Any]
     uninterrupted: Uninterrupted
+    replicas: Any = None
 
 
 class Entry(NamedTuple):

@@ -20,8 +20,10 @@ from optgen.runtime.step import admit, backends, model_sums
 from optgen.runtime.step.admit import Dtypes
 from optgen.runtime.work import counting, gathered
 from optgen.runtime.work.bucket import Backend, Bucket
+from optgen.runtime.work.workers import Sending
 
 _UNCUT: frozenset[str] = frozenset()
+_WORK = frozenset({"work"})
 
 _PLAIN = (torch.nn.Parameter, Tensor)
 """Classes of tensors that have memory of their own, if their storage has any."""
@@ -96,8 +98,8 @@ class _Count(NamedTuple):
 class _Sorter:
     """The buckets of a step, as parameters are added in order."""
 
-    def __init__(self, owner: Owner, dtypes: Dtypes) -> None:
-        self.cls, self.states, self.dtypes = owner.cls, owner.states, dtypes
+    def __init__(self, owner: Owner, dtypes: Dtypes, sending: Sending) -> None:
+        self.cls, self.states, self.dtypes, self.sending = owner.cls, owner.states, dtypes, sending
         self.buckets: dict[tuple[object, ...], Bucket] = {}
         self.chunks: dict[tuple[object, ...], tuple[int, int]] = {}
         self.lines: dict[tuple[object, ...], int] = {}
@@ -154,9 +156,13 @@ class _Sorter:
     ) -> tuple[sharded_states.ShardedParameter | None, frozenset[str], int]:
         """Return how a parameter lies over ranks, if it does, what of its matrices is cut, and the elements of the
         largest part."""
+        sending = self.sending.get(entry.p)
+        uncut = _UNCUT if sending is None or sending[0].dims() else _WORK
         if self.sharded is None or not isinstance(entry.p, self.sharded):
-            return None, _UNCUT, entry.p.numel()
+            return None, uncut, entry.p.numel()
         shard = admit.shard(self.cls, choice.plan, choice.variant, entry, kept)
+        if uncut:
+            return shard, uncut, entry.p.numel()
         cut = _UNCUT if shard.gathered else shard.layout.roles(choice.variant.matrix)
         return shard, cut, sharding.largest_part(shard.layout) if cut else entry.p.numel()
 
@@ -262,16 +268,18 @@ def _host_state(key: str, start: float, kept: state.State | None, p: Tensor, nam
 def buckets(
     owner: Owner,
     listed: Sequence[Entry],
+    sending: Sending,
     elsewhere: Mapping[Tensor, Tensor],
     dtypes: Dtypes,
     fed: bool = True,
 ) -> tuple[list[Bucket], Fresh]:
     """Sort the parameters that have gradients; return the buckets, and the parameters whose states are to be made.
 
+    sending     the parameters in whose steps ranks send
     elsewhere   gradients of parameters that have theirs on other ranks
     fed         whether inputs must have been fed
     """
-    sorter = _Sorter(owner, dtypes)
+    sorter = _Sorter(owner, dtypes, sending)
     sorter.inputs &= fed
     number = -1
     for entry in listed:

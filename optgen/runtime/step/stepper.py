@@ -26,6 +26,7 @@ class Stepper:
 
     first_group  the number of its first group among those of the user's optimizer
     dtypes       id(parameter) -> the parameter, and its dtype when it was admitted
+    compared     id(parameter) of those that other ranks hold, too, and were found to have with equal states
     sums         takes the sums over the model
     """
 
@@ -45,6 +46,7 @@ class Stepper:
         """Plan the next step anew, and take names as they are then."""
         self.plans.forget()
         self.named: dict[int, tuple[Tensor, Label]] = {}
+        self.compared: set[int] = set()
 
     def step(self, owner: Owner) -> None:
         """Step every parameter that has a gradient.  Errors come before any change, except those of kernels."""
@@ -90,10 +92,10 @@ class Stepper:
         """Make a step that is not like the one before."""
         listed = self._listed(owner)
         self._refuse_moved_names(owner.cls, listed)
-        sending = agreement.senders(owner.cls, listed)
-        elsewhere = agreement.gradients_elsewhere(owner.cls, sending)
+        sending = agreement.senders(owner, listed)
+        elsewhere = agreement.gradients_elsewhere(owner, sending, self.compared)
         begins = bool(owner.cls.INPUTS) and inputs.begins(owner)  # makes states alone: nothing was fed
-        buckets, fresh = sort.buckets(owner, listed, elsewhere, self.dtypes, not begins)
+        buckets, fresh = sort.buckets(owner, listed, sending, elsewhere, self.dtypes, not begins)
         if not buckets:
             return
         if sending:

@@ -40,8 +40,10 @@ class Bucket:
     names          of the parameters, or their positions where they have none: "0.weight"
     written        (tensor of the user, contiguous copy that the step writes): copied back in `finish`
     kernel         the compiled function of the C++ backend
-    cut            the dimensions of matrices that lie over several ranks: {"row"}; the same for all parameters
+    cut            the dimensions of matrices that lie over several ranks, or "work" on matrices that all of them hold:
+                   {"row"}; the same for all parameters
     shards         the layout over ranks of each parameter that is a DTensor; params, grads and states are its parts
+    workers        the layout over ranks and the workers (workers.py) of parameters with functions of matrices, by index
     places         the place of each part in its logical tensor; None if each is all of it
     pool           the workspace shared with buckets that step before or after; None for one of its own
     at_step        the setting of flags that change from step to step: (("refresh", True),)
@@ -72,6 +74,7 @@ class Bucket:
     kernel: Callable[..., int] | None = None
     cut: frozenset[str] = frozenset()
     shards: list[sharded_states.ShardedParameter | None] = field(default_factory=list)
+    workers: dict[int, tuple[sharding.Layout, tuple[int, ...]]] = field(default_factory=dict)
     places: list[layout.Place] | None = None
     pool: workspace.Pool | None = None
     at_step: tuple[tuple[str, bool], ...] = ()
@@ -129,21 +132,23 @@ class Bucket:
         if not self.pieces:
             return
         rows: list[tuple[Any, ...]] = []
+        given, self.workers = self.workers, {}
         columns = self.params, self.grads, self.states, self.streams, self.names, self.shards, self.line_of
         for i, (p, g, s, stream, name, shard, line) in enumerate(zip(*columns, strict=True)):
+            over, workers = given.get(i, (None, ()))
             if i not in self.pieces:
+                self.workers |= {len(rows): given[i]} if over else {}
                 rows.append((p, g, s, stream, name, shard, line))
                 continue
             state.check(self.variant, p, s, name)
             label, sizes = self.pieces[i]
-            workers = [] if shard is None else shard.workers
             for k, (start, size) in enumerate(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)):
                 part = s | {key: s[key].narrow(0, start, size) for key in self.variant.names}
                 span = f"[{start}:{start + size}]"
                 self.wholes[len(rows)] = s if shard is None else shard.owner
+                self.workers |= {len(rows): (over.of_all((size, *p.shape[1:])), (workers[k],))} if over else {}
                 views = p.narrow(0, start, size), g.narrow(0, start, size), part
-                one = shard.piece(views[0].shape, workers[k]) if shard is not None and workers else shard
-                rows.append((*views, keys.stream_key(f"{label}{span}"), f"{name}{span}", one, line))
+                rows.append((*views, keys.stream_key(f"{label}{span}"), f"{name}{span}", shard, line))
         (
             self.params, self.grads, self.states, self.streams, self.names, self.shards, self.line_of,
         ) = map(list, zip(*rows, strict=True))  # fmt: skip

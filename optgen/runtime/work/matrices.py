@@ -15,7 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from optgen.runtime.layout import layout, plans
 from optgen.runtime.layout.messages import Exchange
-from optgen.runtime.layout.sharded_states import ShardedParameter
 from optgen.runtime.layout.sharding import Layout, field_layout
 from optgen.runtime.layout.workspace import Workspace, entries
 from optgen.runtime.records import Field, Stage, Variant
@@ -58,14 +57,15 @@ def work(
     parted: list[workers.Parted] = []
     rows = zip(*map(columns.__getitem__, values.names), strict=True)
     for i, shape, row in zip(live, shapes, rows, strict=True):
-        tensors, shard = list(row), bucket.shards[i] if bucket.shards else None
-        if shard is None or not shard.shared:
+        tensors, found = list(row), _shared(bucket, i) if bucket.workers else None
+        if found is None:
             own.append((i, 0, shape, tensors))
         else:
-            layouts = tuple(_layout(bucket, shard, name) for name in values.names)
+            over, chosen = found
+            layouts = tuple(_layout(bucket, over, name) for name in values.names)
             like = bucket.params[i].shape
-            tensors = [x.view(like) if of is shard.layout else x for x, of in zip(tensors, layouts, strict=True)]
-            kind = shard.layout, variant.matrix, shard.workers
+            tensors = [x.view(like) if of is over else x for x, of in zip(tensors, layouts, strict=True)]
+            kind = over, variant.matrix, chosen
             parted.append(workers.Parted(i, *kind, tensors, layouts, values.reads, values.cached, values.to_cache))
     function.apply(own)
     by_number = {x.number: x for x in parted}
@@ -84,6 +84,13 @@ def work(
         return results
 
     return (yield from workers.run(parted, call, function.at_once, kept))
+
+
+def _shared(bucket: Bucket, i: int) -> tuple[Layout, tuple[int, ...]] | None:
+    """Return the layout and the workers of a parameter each of whose matrices is worked on by one rank; None if each
+    rank works on all of them, as on parts that it has put together."""
+    found, shard = bucket.workers.get(i), bucket.shards[i]
+    return None if found is None or (shard is not None and shard.whole and found[0].dims()) else found
 
 
 class _Values(NamedTuple):
@@ -304,11 +311,11 @@ def _column(
     return found
 
 
-def _layout(bucket: Bucket, shard: ShardedParameter, name: str) -> Layout:
+def _layout(bucket: Bucket, over: Layout, name: str) -> Layout:
     """Return how a state or a temp of a parameter lies over the ranks."""
     variant = bucket.variant
     found = next((f for f in variant.fields if f.name == name), None)
     if found is None:
         space = next(t.space for t in variant.temps if t.name == name)
         found = Field(name, "float32", space="mat" if space in WHOLE else space, matrix=variant.matrix)
-    return field_layout(found, shard.layout)
+    return field_layout(found, over)

@@ -1,7 +1,7 @@
-"""The matrices of DTensors, each worked on by one rank: by which, and how parts come there and results go back.
+"""The matrices of several ranks, each worked on by one: by which, and how parts come there and results go back.
 
 A function of whole matrices costs more than to send them.  All ranks find the same workers, from names, shapes and
-placements.
+placements.  Of a matrix that all ranks hold whole the worker has what it reads, and sends results alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from optgen.runtime.layout import layout
 from optgen.runtime.layout.messages import Exchange, Move
-from optgen.runtime.layout.sharded_states import ShardedParameter
 from optgen.runtime.layout.sharding import Cuts, Layout, Span, region
 from optgen.runtime.records import Heads, Matrix, Variant
 from optgen.runtime.reference.matrices import FLOPS, products
@@ -115,30 +114,31 @@ def assign(stacks: tuple[Stack, ...], mesh: tuple[int, ...], start: int = 0) -> 
     return list(map(tuple, found))
 
 
-def share(buckets: Sequence[Bucket], trained: Mapping[Any, Sequence[Stack]], start: int) -> None:
-    """Give shards the workers of their matrices.
+Sending = dict[Any, tuple[Layout, list[Stack]]]
+"""The trainable parameters in whose step ranks send one another something: their layout, and their matrices."""
 
-    trained   the trainable DTensors of all steps, whose work over a mesh is shared at once: a worker stays the same,
-              whichever parameters have gradients
+
+def share(buckets: Iterable[Bucket], trained: Sending, start: int) -> None:
+    """Give parameters the workers of their matrices.
+
+    trained   those of all steps, whose work over a mesh is shared at once: a worker stays the same, whichever
+              parameters have gradients
     """
-    stacks = {p: found for p, found in trained.items() if any(stack.flops for stack in found)}
-    shards = _calling(buckets)
-    for b, i, shard in shards:  # frozen ones may have a gradient
-        if shard.p not in stacks:
-            stacks[shard.p] = Stack.of(shard.layout, [b.variant], b.pieces[i][1] if i in b.pieces else ())
-    for mesh in dict.fromkeys(shard.layout.mesh for *_, shard in shards):
-        some = {p: found for p, found in stacks.items() if p.device_mesh == mesh}
+    stacks = {p: found for p, found in trained.items() if any(stack.flops for stack in found[1])}
+    calling = [b for b in buckets if any(stage.on_host for stage in b.variant.stages)]
+    listed = [(b, i, shard, p if shard is None else shard.p)
+              for b in calling for i, (p, shard) in enumerate(zip(b.params, b.shards, strict=True))]  # fmt: skip
+    for b, i, shard, p in listed:
+        if p not in stacks and shard is not None and shard.layout.dims():  # frozen ones may have a gradient
+            rows = b.pieces[i][1] if i in b.pieces else ()
+            stacks[p] = shard.layout, Stack.of(shard.layout, [b.variant], rows)
+    for mesh in dict.fromkeys(stacks[p][0].mesh for *_, p in listed if p in stacks):
+        some = {p: found for p, (of, found) in stacks.items() if of.mesh == mesh}
         chosen = iter(assign(tuple(itertools.chain(*some.values())), tuple(mesh.shape), start))
         workers = {p: tuple(itertools.chain(*itertools.islice(chosen, len(found)))) for p, found in some.items()}
-        for *_, shard in shards:
-            if shard.layout.mesh == mesh:
-                shard.workers = workers[shard.p]
-
-
-def _calling(buckets: Iterable[Bucket]) -> list[tuple[Bucket, int, ShardedParameter]]:
-    """Return the parameters that are cut and whose step calls a function of whole matrices."""
-    calling = [b for b in buckets if any(stage.on_host for stage in b.variant.stages)]
-    return [(b, i, x) for b in calling for i, x in enumerate(b.shards) if x is not None and x.layout.dims()]
+        for b, i, _, p in listed:
+            if p in workers:
+                b.workers[i] = stacks[p][0], workers[p]
 
 
 Kind = tuple[Layout, Matrix, tuple[int, ...], tuple[Layout, ...], tuple[int, ...]]
