@@ -482,8 +482,10 @@ def matrices_have_one_worker(here: Here) -> None:
 
 @case(2, 3, 4)
 def whole_matrices_have_one_worker(here: Here) -> None:
-    """Of matrices that all ranks hold each rank works on its share, with the bits of each working on all; a checkpoint
-    has everything; where ranks differ in a gradient, or to begin with, all of them raise, and nothing has changed."""
+    """Each rank works on its share of those that all hold, with the bits of working on all; a checkpoint is whole.
+
+    Where ranks differ in a gradient, or to begin with, all of them raise, and nothing has changed.
+    """
     shapes = [(64, 96)] * 11 + [(96, 64), (12, 32, 24), (72, 4)]
     pieces = [Piece(here.values(*shape, dtype=torch.bfloat16)) for shape in shapes]
     pieces.append(Piece(here.values(64, 48, dtype=torch.bfloat16), here.mesh(here.world), [Replicate()]))

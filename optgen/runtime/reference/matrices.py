@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
@@ -14,6 +15,9 @@ from optgen.runtime.records import keys, series
 from optgen.runtime.reference.matrix_codecs import Noise, panels
 
 _WORD = 2**32 - 1
+
+LARGE = 1024
+"""Rows from which symmetric products are worth blocks on a CPU; of fewer the products of blocks take longer."""
 
 def newton_schulz(x: Tensor, steps: float, normalize: float, eps: float, *coefficients: float) -> Tensor:
     """x (rows, columns), its singular values brought near 1: bf16; leading dimensions are a batch.
@@ -36,8 +40,8 @@ def newton_schulz(x: Tensor, steps: float, normalize: float, eps: float, *coeffi
     triples = [coefficients[k : k + 3] for k in range(0, len(coefficients), 3)]
     rounds = [triples[min(k, len(triples) - 1)] for k in range(int(steps))]
     for a, b, c in rounds:
-        square = x @ x.mT
-        x = _sum(a, x, 1.0, _sum(b, square, c, square, square) if c else b * square, x)
+        square = _symmetric(x, x.mT)
+        x = _sum(a, x, 1.0, _symmetric(square, square, b, square, c) if c else b * square, x)
     return x if wide else x.mT
 
 
@@ -92,6 +96,27 @@ def _sum(beta: float, x: Tensor, alpha: float, left: Tensor, right: Tensor) -> T
     """beta x + alpha left right."""
     function = torch.baddbmm if x.ndim == 3 else torch.addmm
     return function(x, left, right, beta=beta, alpha=alpha)
+
+
+def _symmetric(left: Tensor, right: Tensor, beta: float = 0.0, x: Tensor | None = None, alpha: float = 1.0) -> Tensor:
+    """beta x + alpha left right, which is symmetric: of large matrices on a CPU by blocks, each with its mirror image
+    once.  The bits are those of one product, whose entries are sums in the order of `left`'s columns."""
+
+    def part(a: int, b: int) -> Tensor:
+        rows, columns = left[..., a:b, :], right[..., a:]
+        return rows @ columns if x is None else _sum(beta, x[..., a:b, a:], alpha, rows, columns)
+
+    size = left.shape[-2]
+    if left.device.type != "cpu" or size < LARGE:
+        return part(0, size)
+    if left.ndim == 3:
+        each = zip(left, right, itertools.repeat(None) if x is None else x, strict=False)
+        return torch.stack([_symmetric(a, b, beta, y, alpha) for a, b, y in each])
+    whole = left.new_empty(size, size)
+    for a, b in itertools.pairwise(size * k // 8 for k in range(9)):
+        whole[..., a:b, a:] = made = part(a, b)
+        whole[..., b:, a:b] = made[..., b - a :].mT
+    return whole
 
 
 def averaged(beta: float, x: Tensor, alpha: float, product: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor
 from optgen.runtime.layout import messages, plans, sharded_states, sharding
 from optgen.runtime.options import entries
 from optgen.runtime.options.entries import Entry, Owner
+from optgen.runtime.records import Variant
 from optgen.runtime.states import state
-from optgen.runtime.step.sort import GroupChoices
+from optgen.runtime.step.sort import Choice, GroupChoices
 from optgen.runtime.work import counting
 from optgen.runtime.work.workers import Sending, Stack
 
@@ -60,6 +61,12 @@ def _compare(owner: Owner, mesh: Any, params: Sequence[Tensor], compared: set[in
     compared |= set(map(id, params))
 
 
+def _can_share(choice: Choice, steps: Sequence[Variant]) -> bool:
+    """Return True if ranks that hold a parameter whole share work on its matrices; not where its steps may be part of a
+    graph, which waits for no host."""
+    return not (choice.counted or choice.sent) and any(stage.on_host for v in steps for stage in v.stages)
+
+
 def senders(owner: Owner, listed: Sequence[Entry]) -> Sending:
     """Return the trainable parameters in whose step, this or another one, ranks send one another something; and their
     matrices.
@@ -79,8 +86,7 @@ def senders(owner: Owner, listed: Sequence[Entry]) -> Sending:
         choice = choices.find(entry)
         variant = choice.variant
         steps = list(plans.at_steps(choice.plan, variant, owner.cls.FLAGS))
-        # Of what all ranks hold, work is shared; not where steps may be part of a graph, which waits for no host.
-        if not of.dims() and (choice.counted or not any(stage.on_host for v in steps for stage in v.stages)):
+        if not (of.dims() or _can_share(choice, steps)):
             continue
         if any(v.stages for v in steps) or sharded_states.is_gathered(variant, of):
             found[entry.p] = of, Stack.of(of, steps, choice.rows)

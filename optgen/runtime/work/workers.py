@@ -124,21 +124,34 @@ def share(buckets: Iterable[Bucket], trained: Sending, start: int) -> None:
     trained   those of all steps, whose work over a mesh is shared at once: a worker stays the same, whichever
               parameters have gradients
     """
+    calling = _calling(buckets)
     stacks = {p: found for p, found in trained.items() if any(stack.flops for stack in found[1])}
-    calling = [b for b in buckets if any(stage.on_host for stage in b.variant.stages)]
-    listed = [(b, i, shard, p if shard is None else shard.p)
-              for b in calling for i, (p, shard) in enumerate(zip(b.params, b.shards, strict=True))]  # fmt: skip
-    for b, i, shard, p in listed:
-        if p not in stacks and shard is not None and shard.layout.dims():  # frozen ones may have a gradient
-            rows = b.pieces[i][1] if i in b.pieces else ()
-            stacks[p] = shard.layout, Stack.of(shard.layout, [b.variant], rows)
-    for mesh in dict.fromkeys(stacks[p][0].mesh for *_, p in listed if p in stacks):
-        some = {p: found for p, (of, found) in stacks.items() if of.mesh == mesh}
-        chosen = iter(assign(tuple(itertools.chain(*some.values())), tuple(mesh.shape), start))
-        workers = {p: tuple(itertools.chain(*itertools.islice(chosen, len(found)))) for p, found in some.items()}
-        for b, i, _, p in listed:
+    stacks |= {p: _frozen(b, i) for b, i, p in calling if p not in stacks and b.shards[i] and b.cut}
+    for mesh in dict.fromkeys(stacks[p][0].mesh for *_, p in calling if p in stacks):
+        workers = _workers({p: found for p, (of, found) in stacks.items() if of.mesh == mesh}, mesh, start)
+        for b, i, p in calling:
             if p in workers:
                 b.workers[i] = stacks[p][0], workers[p]
+
+
+def _workers(some: Mapping[Any, list[Stack]], mesh: Any, start: int) -> dict[Any, tuple[int, ...]]:
+    """Return the workers of the matrices of each parameter over a mesh."""
+    chosen = iter(assign(tuple(itertools.chain(*some.values())), tuple(mesh.shape), start))
+    return {p: tuple(itertools.chain(*itertools.islice(chosen, len(found)))) for p, found in some.items()}
+
+
+def _calling(buckets: Iterable[Bucket]) -> list[tuple[Bucket, int, Any]]:
+    """Return the parameters, as the user has them, whose step calls a function of whole matrices."""
+    calling = [b for b in buckets if any(stage.on_host for stage in b.variant.stages)]
+    each = [(b, i, x) for b in calling for i, x in enumerate(b.shards)]
+    return [(b, i, b.params[i] if x is None else x.p) for b, i, x in each]
+
+
+def _frozen(b: Bucket, i: int) -> tuple[Layout, list[Stack]]:
+    """Return the layout and matrices of a DTensor that is frozen, and has a gradient all the same."""
+    shard = b.shards[i]
+    assert shard is not None
+    return shard.layout, Stack.of(shard.layout, [b.variant], b.pieces[i][1] if i in b.pieces else ())
 
 
 Kind = tuple[Layout, Matrix, tuple[int, ...], tuple[Layout, ...], tuple[int, ...]]
