@@ -2,6 +2,7 @@
 # fmt: off
 # ruff: noqa
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
@@ -32,5 +33,5 @@ class Muon(Optimizer):
         maximize: bool = False, plan: PlanOption = None, overrides: Given = None, blocks: Given = None,
         module: nn.Module | None = None, backend: str = "auto", seed: int = 0, foreach: bool | None = None,
         fused: bool | None = None, capturable: bool | str = False, differentiable: bool = False,
-        offload: bool = False, stagger: bool = False, workspace: int | str | None = None,
+        offload: bool = False, stagger: bool = False, workspace: int | str | None = None, replicas: Any = None,
     ) -> None: ...
