@@ -317,7 +317,7 @@ class Optimizer(Checkpointed):
         super().__init__(params, defaults)
         self.state = state.States(dict)
         self._all_given = True
-        device = next(self._entries()).p.device
+        device = next((entry.p.device for entry in self._entries()), torch.device("cpu"))
         self._replicas = None if replicas is None else sharding.mesh_of(replicas, device)
         admit.refuse_shared_memory(type(self), self._entries())
         labels, found = [entry.name for entry in self._entries()], [entry.p for entry in self._entries()]

@@ -39,9 +39,13 @@ def newton_schulz(x: Tensor, steps: float, normalize: float, eps: float, *coeffi
         coefficients = tuple(x for t in series.SEEN[int(coefficients[0])] for x in t)
     triples = [coefficients[k : k + 3] for k in range(0, len(coefficients), 3)]
     rounds = [triples[min(k, len(triples) - 1)] for k in range(int(steps))]
+    large = x.device.type == "cpu" and x.shape[-2] >= LARGE
     for a, b, c in rounds:
-        square = _symmetric(x, x.mT)
-        x = _sum(a, x, 1.0, _symmetric(square, square, b, square, c) if c else b * square, x)
+        square = _symmetric(x, x.mT) if large else x @ x.mT
+        if large and c:
+            x = _sum(a, x, 1.0, _symmetric(square, square, b, square, c), x)
+        else:
+            x = _sum(a, x, 1.0, _sum(b, square, c, square, square) if c else b * square, x)
     return x if wide else x.mT
 
 
@@ -99,23 +103,17 @@ def _sum(beta: float, x: Tensor, alpha: float, left: Tensor, right: Tensor) -> T
 
 
 def _symmetric(left: Tensor, right: Tensor, beta: float = 0.0, x: Tensor | None = None, alpha: float = 1.0) -> Tensor:
-    """beta x + alpha left right, which is symmetric: of large matrices on a CPU by blocks, each with its mirror image
-    once.  The bits are those of one product, whose entries are sums in the order of `left`'s columns."""
-
-    def part(a: int, b: int) -> Tensor:
-        rows, columns = left[..., a:b, :], right[..., a:]
-        return rows @ columns if x is None else _sum(beta, x[..., a:b, a:], alpha, rows, columns)
-
-    size = left.shape[-2]
-    if left.device.type != "cpu" or size < LARGE:
-        return part(0, size)
+    """beta x + alpha left right, which is symmetric, by blocks, each with its mirror image once.  The bits are those of
+    one product, whose entries are sums in the order of `left`'s columns."""
     if left.ndim == 3:
         each = zip(left, right, itertools.repeat(None) if x is None else x, strict=False)
         return torch.stack([_symmetric(a, b, beta, y, alpha) for a, b, y in each])
+    size = left.shape[-2]
     whole = left.new_empty(size, size)
     for a, b in itertools.pairwise(size * k // 8 for k in range(9)):
-        whole[..., a:b, a:] = made = part(a, b)
-        whole[..., b:, a:b] = made[..., b - a :].mT
+        rows, columns = left[a:b], right[:, a:]
+        whole[a:b, a:] = made = rows @ columns if x is None else _sum(beta, x[a:b, a:], alpha, rows, columns)
+        whole[b:, a:b] = made[:, b - a :].mT
     return whole
 
 
