@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from optgen.optim import SOAP, Muon
+from optgen.runtime.reference import matrices
 from optgen.runtime.reference.matrices import newton_schulz
 from tools.bench.race import Race, gpt2, installed, run_races
 
@@ -22,10 +25,13 @@ QUIET: dict[str, Any] = {"precondition_frequency": 10**6}
 """SOAP is timed between two refreshes of its bases."""
 
 
+SQUARES = ((1024, 1024), (2048, 2048), (4096, 1024))
+
+
 def muon_products(layers: int) -> Callable[[], object]:
     """Newton-Schulz of all matrices of one shape at a time."""
     stacks = [torch.randn(layers, *shape) for shape in HIDDEN]
-    return lambda: [newton_schulz(x, 5, 1.0, 0.0, 1e-7, 3.4445, -4.7750, 2.0315) for x in stacks]
+    return lambda: [newton_schulz(x, 5, 1.0, 1e-7, 3.4445, -4.7750, 2.0315) for x in stacks]
 
 
 def soap_products(layers: int) -> Callable[[], object]:
@@ -38,6 +44,16 @@ def soap_products(layers: int) -> Callable[[], object]:
             turned = left.mT @ x @ right
             out += [turned @ turned.mT, turned.mT @ turned, left @ turned @ right.mT]
         return out
+
+    return products
+
+
+def by_blocks(rows: int) -> Callable[[Tensor], object]:
+    """Newton-Schulz whose symmetric products are computed by blocks from so many rows on."""
+
+    def products(x: Tensor) -> object:
+        with patch.object(matrices, "LARGE", rows):
+            return newton_schulz(x, 5, 1.0, 1e-7, 3.4445, -4.7750, 2.0315)
 
     return products
 
@@ -82,6 +98,10 @@ def races(asked: argparse.Namespace) -> Iterator[Race]:
         limits = {"merge_dims": False, "max_precond_dim": 10000, "use_precond_schedule": False, **QUIET}
         makes["Muon"]["heavyball"] = heavyball.Muon
         makes["SOAP"]["heavyball"] = lambda ps: heavyball.SOAP(ps, **limits)
+    for x in [torch.randn(shape) for shape in SQUARES]:
+        runs = {"whole products": by_blocks(10**9), "symmetric ones by blocks": by_blocks(0)}
+        title = f"Newton-Schulz, {x.shape[0]} x {x.shape[1]}"
+        yield Race(title, {name: partial(products, x) for name, products in runs.items()})
     for (rule, listed), products in zip(makes.items(), (muon_products, soap_products), strict=True):
         steps = {name: stepping(make, asked.layers) for name, make in listed.items()}
         yield Race(f"{rule}, {asked.layers} layers", {"products": products(asked.layers), **steps})

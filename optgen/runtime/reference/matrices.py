@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,12 +41,10 @@ def newton_schulz(x: Tensor, steps: float, normalize: float, eps: float, *coeffi
     triples = [coefficients[k : k + 3] for k in range(0, len(coefficients), 3)]
     rounds = [triples[min(k, len(triples) - 1)] for k in range(int(steps))]
     large = x.device.type == "cpu" and x.shape[-2] >= LARGE
+    product, summed = (partial(_symmetric, 0.0, None, 1.0), _symmetric) if large else (torch.matmul, _sum)
     for a, b, c in rounds:
-        square = _symmetric(x, x.mT) if large else x @ x.mT
-        if large and c:
-            x = _sum(a, x, 1.0, _symmetric(square, square, b, square, c), x)
-        else:
-            x = _sum(a, x, 1.0, _sum(b, square, c, square, square) if c else b * square, x)
+        square = product(x, x.mT)
+        x = _sum(a, x, 1.0, summed(b, square, c, square, square) if c else b * square, x)
     return x if wide else x.mT
 
 
@@ -102,12 +101,12 @@ def _sum(beta: float, x: Tensor, alpha: float, left: Tensor, right: Tensor) -> T
     return function(x, left, right, beta=beta, alpha=alpha)
 
 
-def _symmetric(left: Tensor, right: Tensor, beta: float = 0.0, x: Tensor | None = None, alpha: float = 1.0) -> Tensor:
+def _symmetric(beta: float, x: Tensor | None, alpha: float, left: Tensor, right: Tensor) -> Tensor:
     """beta x + alpha left right, which is symmetric, by blocks, each with its mirror image once.  The bits are those of
     one product, whose entries are sums in the order of `left`'s columns."""
     if left.ndim == 3:
         each = zip(left, right, itertools.repeat(None) if x is None else x, strict=False)
-        return torch.stack([_symmetric(a, b, beta, y, alpha) for a, b, y in each])
+        return torch.stack([_symmetric(beta, y, alpha, a, b) for a, b, y in each])
     size = left.shape[-2]
     whole = left.new_empty(size, size)
     for a, b in itertools.pairwise(size * k // 8 for k in range(9)):
