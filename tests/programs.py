@@ -585,7 +585,7 @@ NAMES: dict[str, Any] = {
     "triangle": np.triu, "identity": lambda x: np.broadcast_to(np.eye(x.shape[-1]), x.shape),
     "gram": lambda x: x @ np.swapaxes(x, -1, -2), "wide": lambda x: x if x.shape[-2] < x.shape[-1] else x.mT,
     "unwide": lambda like, x: np.full_like(like, np.nan),
-    "trace": lambda x: np.trace(x, axis1=-2, axis2=-1)[..., None, None],
+    "trace": lambda x: np.trace(x, axis1=-2, axis2=-1)[..., None, None], "columns": lambda x: float(x.shape[-1]),
     **dict.fromkeys("newton_schulz top_rows finite inverse_root qr solve_triangular".split(), _nothing),
     "optimizer": lambda **_: lambda f: f, "symmetric": None, "orthogonal": None, "triangular": None, "nonneg": None,
     **dict.fromkeys((*STATES.values(), "matrix_state", "low_rank_state", "scalar"),
