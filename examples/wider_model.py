@@ -39,7 +39,7 @@ def train(width: int, steps: int, lr: float = 1e-2) -> float:
     """Train at the rate that is good at width 32 and return the last loss."""
     torch.manual_seed(0)
     model, base = network(width), network(32)
-    opt = optgen.make("adamw", model, scale="mup", base=base, lr=lr, sort={r"^5\.weight": "head"})
+    opt = optgen.make("adamw", model, scale="mup", base_width=32, lr=lr, sort={r"^5\.weight": "head"})
     scale_weights(opt, base)
     loss = torch.tensor(0.0)
     for step in range(steps):

@@ -52,7 +52,6 @@ def make(
     heads: bool = False,
     scale: str | None = None,
     base_width: int | None = None,
-    base: nn.Module | None = None,
     **options: Any,
 ) -> torch.optim.Optimizer:
     """Return an optimizer of a model's parameters, by the name of its rule.
@@ -68,9 +67,9 @@ def make(
              {expression or function: role} changes what single parameters are; roles are hidden, lora_b, lora_a,
              embedding, head, stem and vector
     heads    let each head of queries, keys and values be a matrix to these rules, as model.config numbers them
-    scale    "mup": lr and weight_decay are those found at the width `base_width`, or with the model `base`, and follow
-             muP to this model's width; without these and lr, they begin with a public sweep's (`widths.TUNED`).
-             "mup_coupled" leaves weight_decay as it is
+    scale    "mup": lr and weight_decay are those found at the width `base_width`, and follow muP to this model's
+             width; without it and lr, they begin with a public sweep's (`widths.TUNED`).  "mup_coupled" leaves
+             weight_decay as it is
     options  of the class.  With several rules each takes those that it has, and each dict has its own first.
 
     ValueError, before anything is made, for a name that no expression matches or two do, for an expression without
@@ -80,7 +79,7 @@ def make(
         raise TypeError(f"make: expected a model or its named parameters, got {model!r:.80}")
     named: Named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
     module = {"module": model} if isinstance(model, nn.Module) else {}
-    asked = Asked(sort, heads, scale, base_width, base)
+    asked = Asked(sort, heads, scale, base_width)
     if isinstance(rule, Mapping):
         if asked != Asked():
             raise TypeError("make: several rules are sorted by their patterns: sort=, heads=, scale= are of one rule")
@@ -117,7 +116,6 @@ class Asked(NamedTuple):
     heads: bool = False
     scale: Any = None
     base_width: Any = None
-    base: Any = None
 
     def check(self, cls: Any, named: Named) -> bool:
         """Return True if parameters are sorted; TypeError or ValueError for what cannot be sorted or scaled."""
@@ -131,8 +129,8 @@ class Asked(NamedTuple):
             )
         if self.scale is not None and self.scale not in widths.SCALES:
             raise ValueError(f"make: expected scale={' or '.join(map(repr, widths.SCALES))}, got {self.scale!r}")
-        if [self.base_width, self.base].count(None) < 2 - (self.scale is not None):
-            raise TypeError("make: base_width= or base=, one of them, goes with scale='mup'")
+        if self.base_width is not None and self.scale is None:
+            raise TypeError("make: base_width= goes with scale='mup'")
         return sorts and pairs
 
 
@@ -149,8 +147,7 @@ def _arranged(
     if sorts:
         more["blocks"] = {**(options.get("blocks") or {}), **roles.blocks_of(cls, named, found, model, asked.heads)}
     if asked.scale:
-        base = asked.base_width if asked.base is None else asked.base
-        if base is None:
+        if (base := asked.base_width) is None:
             base, tuned = widths.tuned(cls, options)
             more |= {name: value for name, value in tuned.items() if name not in options}
         by = widths.ratios(named, found, model, base)

@@ -28,6 +28,7 @@ NAMES = (
     ("lora_a", re.compile(r"(^|[._])lora_?(a|down)(\.|$)", re.I)),
     ("lora_b", re.compile(r"(^|[._])lora_?(b|up)(\.|$)", re.I)),
     ("head", HEAD),
+    ("head", re.compile(r"^heads\.\w+(\.weight)?$")),
     ("embedding", EMBEDDING),
     ("embedding", TOKENS := re.compile(r"(^|[._])(emb(ed(ding)?)?s?|tokens?|lora_embedding_[AB]\.\w+)$")),
     ("vector", re.compile(r"(^|[._])(bias\w*|norm\w*|A_log)(\.weight)?$")),
@@ -63,7 +64,7 @@ def groups(cls: Any, named: Named, found: Mapping[str, str]) -> list[dict[str, A
 def searched(pattern: Any) -> Callable[[str, Tensor], Any]:
     """Return the search for a regular expression, or a function, as a function of a name and a parameter."""
     try:
-        expression = pattern if callable(pattern) else re.compile(pattern)
+        expression = pattern if callable(pattern) and not isinstance(pattern, type) else re.compile(pattern)
     except (re.error, TypeError) as error:
         raise ValueError(f"make: {pattern!r} is no regular expression of names: {error}") from None
     return expression if callable(expression) else lambda name, _: expression.search(name)
@@ -115,10 +116,12 @@ def _of_layers(model: nn.Module) -> dict[int, str]:
 
 
 def _last_linear(model: nn.Module | None) -> Tensor | None:
-    """Return the weight of the last linear layer, unless that stands in a numbered module, as a block does."""
+    """Return the weight of the last linear layer, unless that stands in a numbered module, as a block does, or ends
+    attention."""
     named = () if model is None else model.named_modules()
     linear = [(bare(name), m.weight) for name, m in named if isinstance(m, nn.Linear) and "lora_" not in name]
-    inside = not linear or any(part.isdigit() for part in linear[-1][0].split(".")[:-1])
+    *parts, last = linear[-1][0].split(".") if linear else ("0", "")
+    inside = last == "out_proj" or any(part.isdigit() for part in parts)
     return None if inside else linear[-1][1]
 
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from optgen import roles
-from optgen.runtime.options.overrides import bare
 
 SCALES = {"mup": True, "mup_coupled": False}
 """Preset -> whether lr * weight_decay stays what it is at the base width; else weight_decay does."""
@@ -76,47 +76,30 @@ def tuned(cls: Any, options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     )
 
 
-def width_of(model: nn.Module | None) -> int:
-    """Return the width of a model: its config's, or that of its first embedding; ValueError if it has neither."""
-    config, modules = roles.config_of(model), () if model is None else model.modules()
-    named = [getattr(config, key, None) for key in ("hidden_size", "n_embd", "d_model", "dim")]
-    named += [m.embedding_dim for m in modules if isinstance(m, nn.Embedding)]
-    found = [width for width in named if isinstance(width, int)]
-    if not found:
-        raise ValueError(
-            "make: scale=: the model has no config (hidden_size) and no embedding that say its width: give base=, a "
-            "model of the width that lr was found at (torch.device('meta') makes one without memory)"
-        )
-    return found[0]
+def ratios(named: roles.Named, found: Mapping[str, str], model: nn.Module | None, base: Any) -> Ratios:
+    """Return the ratios to a model of a base width, of which all hidden sizes are taken for multiples.
 
-
-def ratios(named: roles.Named, found: Mapping[str, str], model: nn.Module | None, base: int | nn.Module) -> Ratios:
-    """Return the ratios to a base model, or to a base width, of which all hidden sizes are taken for multiples.
-
-    ValueError for a width that is none, and for a base model of other parameters or dimensions.
+    A first linear layer, of a model without embeddings, reads what follows no width; nor does a head's bias.
+    ValueError for a width that is none, and for a model that does not say its own: by its config, its first embedding
+    or its head.
     """
-    if isinstance(base, nn.Module):
-        return _to_model(named, found, base)
     if isinstance(base, bool) or not isinstance(base, int) or base < 1:
         raise ValueError(f"make: base_width must be a width of 1 or more, got {base!r}")
-    wide = width_of(model) / base
+    layers = [] if model is None else [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.Linear, _ConvNd))]
+    config, heads = roles.config_of(model), {name: p for name, p in named if found[name] == "head"}
+    widths = [getattr(config, key, None) for key in ("hidden_size", "n_embd", "d_model", "dim")]
+    widths += [m.embedding_dim for m in layers if isinstance(m, nn.Embedding)] + [p.shape[1] for p in heads.values()]
+    if not (known := [width for width in widths if isinstance(width, int)]):
+        raise ValueError(
+            "make: scale=: the model has no config (hidden_size), no embedding and no head that say its width: "
+            "sort={expression: 'head'} says which parameter is the head"
+        )
+    wide, tables = known[0] / base, any(isinstance(m, nn.Embedding) for m in layers)
+    first = None if tables or not layers else layers[0].weight
     sides = {"head": (1.0, wide), "lora_a": (1.0, wide), "hidden": (wide, wide)}
-    return {name: sides.get(found[name], (wide, 1.0)) for name, _ in named}
-
-
-def _to_model(named: roles.Named, found: Mapping[str, str], base: nn.Module) -> Ratios:
-    shapes, made = {bare(n): tuple(p.shape) for n, p in base.named_parameters(remove_duplicate=False)}, Ratios()
-    for name, p in named:
-        small, shape = shapes.get(bare(name)), tuple(p.shape)
-        if small is None or len(small) != len(shape):
-            what = "no such parameter" if small is None else f"one of shape {list(small)}"
-            raise ValueError(f"make: base: {name} is of shape {list(shape)}, and the base model has {what}")
-        by = [a / max(b, 1) for a, b in zip(shape, small, strict=True)]
-        if len(by) == 3 and by[0] == 1 != by[2]:  # a stack of matrices
-            by = by[1:]
-        matrix = found[name] not in ("embedding", "vector")
-        made[name] = (by[0], math.prod(by[1:])) if matrix else (math.prod(by[-1:]), 1.0)
-    return made
+    inner = {name for name, p in named if p is not first or name in heads}
+    by = {name: sides.get(found[name] if name in inner else "", (wide, 1.0)) for name, _ in named}
+    return by | dict.fromkeys(by.keys() & {f"{name.removesuffix('weight')}bias" for name in heads}, (1.0, 1.0))
 
 
 def factor(rule: str, group: Mapping[str, Any], shape: Sequence[int], by: tuple[float, float]) -> float:

@@ -97,6 +97,10 @@ def test_parameters_are_sorted_by_layers_names_and_the_caller() -> None:
     mlp = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     assert by_role(optgen.make("muon", mlp, plan="fp32"))["head"] == ["4.weight"]
     assert by_role(optgen.make("muon", mlp[0], plan="fp32")).keys() == {"hidden", "vector"}
+    several = nn.ModuleDict({"heads": nn.ModuleDict({"a": nn.Linear(6, 2), "1": nn.Linear(6, 3)}), "body": mlp[:3]})
+    assert by_role(optgen.make("muon", several, plan="fp32"))["head"] == ["heads.a.weight", "heads.1.weight"]
+    attention = nn.ModuleDict({"up": nn.Linear(6, 4), "attention": nn.MultiheadAttention(4, 2, kdim=3)})
+    assert "head" not in by_role(optgen.make("muon", attention, plan="fp32"))
 
 
 def test_names_of_adapters_and_wrappers() -> None:
@@ -132,6 +136,7 @@ def test_a_sorted_optimizer_resumes_also_from_one_of_a_single_group() -> None:
         ("muon", {"sort": {"logits": "heads"}}, "expected one of hidden, lora_b, .* got 'heads'"),
         ("muon", {"sort": {"encoder": "head"}}, r"sort\['encoder'\]: matches no parameter"),
         ("muon", {"sort": {"(": "head"}}, "is no regular expression of names"),
+        ("muon", {"sort": {nn.LayerNorm: "vector"}}, "is no regular expression of names"),
         ("muon", {"heads": True}, "there is none: give blocks="),
         ("soap", {"sort": True}, r"SOAP has one step for all: .*make\({pattern: 'soap', '\*': 'adamw'}, model\)"),
         ({"logits": "muon", "*": "adamw"}, {"sort": True}, "several rules are sorted by their patterns"),

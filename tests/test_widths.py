@@ -32,7 +32,6 @@ def test_the_tables_of_mup() -> None:
     given: dict[str, Any] = dict(lr=8e-3, weight_decay=0.1, scale="mup", base_width=16)
     by_element = {"hidden": (2e-3, 0.4), "embedding": (8e-3, 0.1), "head": (2e-3, 0.4), "vector": (8e-3, 0.1)}
     assert rates("adamw", **given) == rates("ema(lion)", **given) == by_element
-    assert rates("adamw", **given | dict(base_width=None, base=model(16))) == by_element
     assert rates("adamw", **given | dict(scale="mup_coupled")) == {r: (lr, 0.1) for r, (lr, _) in by_element.items()}
     assert rates("sgd", **given) == {
         "hidden": (8e-3, 0.1), "embedding": (0.032, 0.025), "head": (2e-3, 0.4), "vector": (0.032, 0.025),
@@ -48,23 +47,26 @@ def test_the_tables_of_mup() -> None:
 class Net(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.inputs, self.wide, self.same = nn.Linear(3, width), nn.Linear(width, 2 * width), nn.Linear(5, 5)
+        self.inputs, self.wide = nn.Linear(3, width), nn.Linear(width, 2 * width)
         self.experts, self.head = nn.Parameter(torch.randn(2, width, 8 * width)), nn.Linear(2 * width, 7)
 
 
-def test_a_base_model_tells_apart_what_follows_the_width() -> None:
-    with torch.device("meta"):
-        base = Net(8)
-    opt: Any = optgen.make("adamw", Net(32), scale="mup", base=base, lr=1.0, plan="fp32")
+@pytest.mark.parametrize("rule", ["adamw", "sgd"])
+def test_a_model_without_embeddings(rule: str) -> None:
+    """Its first layer and the bias of its head have a side that follows no width."""
+    opt: Any = optgen.make(rule, Net(32), scale="mup", base_width=16, lr=1.0, plan="fp32")
     found = {name: g["lr"] for g in opt.param_groups for name in g["param_names"]}
-    assert {name for name, lr in found.items() if lr == 0.25} == {"wide.weight", "experts", "head.weight"}
-    assert set(found.values()) == {0.25, 1.0}
+    vectors = 1.0 if rule == "adamw" else 4.0
+    assert found == {
+        "inputs.weight": vectors, "inputs.bias": vectors, "wide.weight": 1 / 4 if rule == "adamw" else 1.0,
+        "wide.bias": vectors, "experts": 1 / 4 if rule == "adamw" else 1.0, "head.weight": 1 / 4, "head.bias": 1.0,
+    }  # fmt: skip
 
 
 def test_a_wider_model_learns_at_the_rate_of_a_small_one() -> None:
     assert max(wider_model.train(width, 40) for width in (32, 256)) < 0.1
     net, small = model(256), model(16)
-    wider_model.scale_weights(optgen.make("adamw", net, scale="mup", base=small, plan="fp32"), small)
+    wider_model.scale_weights(optgen.make("adamw", net, scale="mup", base_width=16, plan="fp32"), small)
     deviations = [{name: p.detach().std() for name, p in x.named_parameters()} for x in (net, small)]
     for name, times in (("blocks.0.up.weight", 0.25), ("head.weight", 1 / 16), ("tokens.weight", 1.0)):
         assert float(deviations[0][name] / deviations[1][name]) == pytest.approx(times)
@@ -83,11 +85,9 @@ def test_sweeps_to_begin_with() -> None:
     ("rule", "net", "given", "words"),
     [
         ("adamw", model(), {"scale": "up"}, r"expected scale='mup' or 'mup_coupled', got 'up'"),
-        ("adamw", model(), {"base_width": 8}, "base_width= or base=, one of them, goes with scale='mup'"),
+        ("adamw", model(), {"base_width": 8}, "base_width= goes with scale='mup'"),
         ("adamw", model(), {"scale": "mup", "base_width": 0}, "a width of 1 or more, got 0"),
-        ("adamw", nn.Linear(3, 3), {"scale": "mup", "base_width": 8}, "no config .* and no embedding that say its"),
-        ("adamw", model(), {"scale": "mup", "base": nn.Linear(8, 8)}, "tokens.weight .* the base model has no such"),
-        ("adamw", nn.Conv1d(4, 4, 8), {"scale": "mup", "base": nn.Linear(2, 2)}, r"has one of shape \[2, 2\]"),
+        ("adamw", nn.Linear(3, 3), {"scale": "mup", "base_width": 8}, "no config .* and no head that say its"),
         ("hyperball(adamw)", model(), {"scale": "mup", "base_width": 8}, "scales with width is not known"),
         ("came", model(), {"scale": "mup"}, "begins with lr of a public sweep, of adamw, .*; for CAME give lr="),
         ("adamw", model(), {"scale": "mup", "lr": 1e-3}, "for AdamW give lr= and the base_width="),

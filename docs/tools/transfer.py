@@ -50,7 +50,7 @@ def make(model: nn.Module, way: str, lr: float) -> torch.optim.Optimizer:
     if way == "plain":
         return optgen.make("adamw", model, **options)
     base = fresh(LanguageModel(BASE))
-    optimizer = optgen.make("adamw", model, scale="mup", base=base, **options)
+    optimizer = optgen.make("adamw", model, scale="mup", base_width=BASE.width, **options)
     scale_weights(optimizer, base)
     return optimizer
 

@@ -1,7 +1,7 @@
 """States of any optimizer as numbers in cells, read a chunk at a time: to nearest, what stays in its cell is kept.
 
-They are recognised by dtypes, attributes and keys, as torch.optim, bitsandbytes, torchao, flashoptim and
-TransformerEngine keep them.  No package is imported.
+They are recognised by dtypes, attributes and keys, as torch.optim, bitsandbytes, torchao and flashoptim keep them.  No
+package is imported.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ NAMES = {
 
 
 class Cells(NamedTuple):
-    """Numbers, and the magnitudes between which a number of the same sign is stored as this one."""
+    """Numbers, and how much less and more the magnitude of a number of the same sign may be to be stored as this one.
+
+    As distances, for float32 has no ends of its own cells.
+    """
 
     value: Tensor
-    inner: Tensor
-    outer: Tensor
+    below: Tensor
+    above: Tensor
 
     def to(self, device: torch.device) -> Cells:
         return Cells(*(part.to(device) for part in self))
 
     def keep(self, new: Tensor) -> Tensor:
         """Return where new numbers would be stored as those that are there."""
-        along = torch.where(self.value < 0, -new, new)
-        return (along >= self.inner) & (along <= self.outer)
+        more = torch.where(self.value < 0, self.value - new, new - self.value)
+        return (more >= -self.below) & (more <= self.above)
 
 
 Read = Callable[[int, int], Cells]
@@ -66,8 +69,7 @@ def flat(t: Any) -> Tensor:
     return found
 
 
-def floats(t: Tensor, scale: Any = 1.0) -> Read:
-    """Read floats, which a scale multiplies."""
+def floats(t: Tensor) -> Read:
     mantissa, smallest = GRIDS[t.dtype]
 
     def read(start: int, stop: int) -> Cells:
@@ -75,8 +77,7 @@ def floats(t: Tensor, scale: Any = 1.0) -> Read:
         fraction, exponent = torch.frexp(x.abs())
         exponent = torch.where(x == 0, smallest + 1, exponent).clamp(min=smallest + 1)
         half = torch.ldexp(torch.ones_like(x), exponent - (mantissa + 2))
-        below = torch.where((fraction == 0.5) & (exponent > smallest + 1), half / 2, half)  # of a power of two
-        return Cells(x * scale, (x.abs() - below) * scale, (x.abs() + half) * scale)
+        return Cells(x, torch.where((fraction == 0.5) & (exponent > smallest + 1), half / 2, half), half)
 
     return read
 
@@ -84,13 +85,13 @@ def floats(t: Tensor, scale: Any = 1.0) -> Read:
 def coded(codes: Tensor, numbers: Tensor, scale: Tensor, run: int, packed: bool = False) -> Read:
     """Read codes by a table and the scale of each run of elements; packed ones are two to a byte, the high one first.
 
-    Ends of cells are the middles between numbers, NaN left out.
+    Ends of cells are the middles between numbers.
     """
     numbers = numbers.detach().float()
-    ordered, order = torch.where(numbers.isnan(), math.inf, numbers).sort()
-    lower, upper = torch.full_like(ordered, -math.inf), torch.full_like(ordered, math.inf)
-    lower[order[1:]] = upper[order[:-1]] = (ordered[1:] + ordered[:-1]) / 2
-    inner, outer = torch.where(numbers < 0, -upper, lower), torch.where(numbers < 0, -lower, upper)
+    ordered, order = numbers.sort()
+    lower, upper = torch.full_like(ordered, math.inf), torch.full_like(ordered, math.inf)
+    lower[order[1:]] = upper[order[:-1]] = (ordered[1:] - ordered[:-1]) / 2
+    below, above = torch.where(numbers < 0, upper, lower), torch.where(numbers < 0, lower, upper)
 
     def read(start: int, stop: int) -> Cells:
         if packed:
@@ -99,7 +100,7 @@ def coded(codes: Tensor, numbers: Tensor, scale: Tensor, run: int, packed: bool 
         else:
             at = codes[start:stop].long()
         unit = scale[torch.arange(start, stop, device=scale.device) // run].float()
-        return Cells(numbers[at] * unit, inner[at] * unit, outer[at] * unit)
+        return Cells(numbers[at] * unit, below[at] * unit, above[at] * unit)
 
     return read
 
@@ -109,47 +110,32 @@ def states(optimizer: Any, p: Tensor) -> dict[str, Stored]:
     entry = optimizer.state.get(p) or {}
     entry = {**entry, **entry.get(BNB, {})}
     names = dict(zip(("state1", "state2"), NAMES.get(getattr(optimizer, "optimizer_name", ""), ()), strict=False))
-    scales = getattr(optimizer, "_scales", {}).get(p, {})  # TransformerEngine's
+    scaled = getattr(optimizer, "_scales", {}).get(p, {})  # TransformerEngine's, under a scale of the tensor
     made: dict[str, Stored] = {}
     for key, value in entry.items():
         name, value = str(key), local(value)
-        if name == "step" or not hasattr(value, "numel") or value.numel() != local(p).numel():
-            continue
-        if (found := _stored(name, value, entry, scales.get(name))) is not None:
-            made[names.get(name, name)] = found
+        if name not in ("step", "error_bits") and hasattr(value, "numel") and value.numel() == local(p).numel():
+            found = Stored("under a scale", None) if name in scaled else _stored(name, value, entry)
+            if found.read is not None or name != "master_param":  # bits of a weight's
+                made[names.get(name, name)] = found
     return made
 
 
-def _stored(name: str, value: Any, entry: Mapping[str, Any], scale: Any) -> Stored | None:
-    if hasattr(value, "_quantized") and value._quantized is not None:  # flashoptim's class
+def _stored(name: str, value: Any, entry: Mapping[str, Any]) -> Stored:
+    value = value if isinstance(value, Tensor) or getattr(value, "_quantized", None) is not None else value._data
+    if hasattr(value, "_quantized"):  # flashoptim's class
         return _flashoptim(value._quantized, value._scales)
-    if hasattr(value, "codes") and hasattr(value, "scale"):  # torchao's
-        if not hasattr(value, "qmap"):
-            return _fp8(value.codes, flat(value.scale), value.block_size)
+    if hasattr(value, "codes") and hasattr(value, "qmap"):  # torchao's
         packed = value.qmap.numel() == 16
         read = coded(flat(value.codes), value.qmap, flat(value.scale), value.block_size, packed)
         return Stored(f"{4 if packed else 8}-bit table", read)
-    if hasattr(value, "_data") and hasattr(value, "_scale_inv"):  # TransformerEngine's class
-        value, scale = value._data, value._scale_inv
-    return _tensor(name, value if isinstance(value, Tensor) else value._data, entry, scale)
-
-
-def _tensor(name: str, value: Tensor, entry: Mapping[str, Any], scale: Any) -> Stored | None:
-    if value.dtype in GRIDS:
-        form = f"{dtype_name(value.dtype)}{'' if scale is None else ' under a scale'}, to nearest"
-        return Stored(form, floats(flat(value), 1.0 if scale is None else scale))
     if name[:5] == "state" and f"qmap{name[5:]}" in entry:
         table, largest = (entry[f"{part}{name[5:]}"] for part in ("qmap", "absmax"))
         run = next((run for run in RUNS if largest.numel() == -(-value.numel() // run)), value.numel())
         return Stored("8-bit table", coded(flat(value), table, flat(largest), run))
-    if value.dtype == torch.uint8 and scale is not None:
-        return _fp8(value.view(torch.float8_e4m3fn), torch.as_tensor(scale).reshape(-1), value.numel())
-    return None
-
-
-def _fp8(codes: Tensor, scale: Tensor, run: int) -> Stored:
-    every = torch.arange(256, dtype=torch.uint8, device=codes.device).view(codes.dtype)
-    return Stored("fp8", coded(flat(codes).view(torch.uint8), every, scale, run))
+    if type(value) in (Tensor, torch.nn.Parameter) and value.dtype in GRIDS:
+        return Stored(f"{dtype_name(value.dtype)}, to nearest", floats(flat(value)))
+    return Stored(type(value).__name__, None)
 
 
 def _flashoptim(codes: Tensor, scale: Tensor) -> Stored:

@@ -26,14 +26,15 @@ DECAYS = {
 SECOND = ("exp_avg_sq", "square_avg", "exp_avg_var")
 """The states that divide a step: a too large one that nothing makes smaller slows a run down."""
 
-ADAN = {"exp_avg": ("betas", 0), "exp_avg_diff": ("betas", 1), "exp_avg_sq": ("betas", 2)}
+STILL = 1e-3
+"""Updates of Adam below this are of weights that have had no gradient for long, such as those of rare tokens."""
 
 
 class Rule(NamedTuple):
     """The rule of an optimizer, as far as its class tells.
 
     name       of the first class in its MRO that is known, in lower case; else its own
-    ready      the rule of optgen that does the same, or ""
+    ready      the class of optgen that does the same, or ""
     decoupled  whether weights decay beside the update
     """
 
@@ -44,28 +45,29 @@ class Rule(NamedTuple):
     @classmethod
     def of(cls, optimizer: Any, group: Mapping[str, Any]) -> Rule:
         classes = [base.__name__.lower() for base in type(optimizer).__mro__]
-        plain = [re.sub(r"8bit|4bit|fp8|paged|fused|flash|deepspeed|cpu|anyprecision", "", name) for name in classes]
+        plain = [re.sub(r"\d+bit|fp8|paged|fused|flash|deepspeed|cpu|anyprecision", "", name) for name in classes]
         name = next((name for name in plain if name in UPDATES), plain[0])
         decoupled = getattr(optimizer, "adam_w_mode", hasattr(optimizer, "optimizer_name") or name == "adamw")
         decoupled = UPDATES.get(name) is _sign or bool(decoupled or group.get("decoupled_weight_decay"))
-        known = {ready.lower(): rule for ready, rule in classes_of_optgen().items()}
+        known = {ready.lower(): ready for ready in classes_of_optgen()}
         name = "adamw" if name == "adam" and decoupled else name
         return cls(name, known.get(name, ""), decoupled and UPDATES.get(name) in (_sign, _adam))
 
     def decay(self, state: str, group: Mapping[str, Any]) -> float | None:
         """Return the factor of a state in a step; None if it is not known."""
-        option, place = (ADAN if self.name == "adan" else DECAYS).get(state, ("", 0))
+        option, place = DECAYS.get(state, ("", 0))
         given = group.get(option, group.get("betas", ()) if option else ())  # bitsandbytes has betas alone
         given = given if isinstance(given, (tuple, list)) else (given,)
-        place = 1 if UPDATES.get(self.name) is _sign and len(given) > 1 else place
+        last = UPDATES.get(self.name) is _sign and len(given) > 1 or self.name == "adan" and state == "exp_avg_sq"
+        place = len(given) - 1 if last else place
         return float(given[place]) if place < len(given) else None
 
     def update(self, x: Values, group: Mapping[str, Any], step: Any) -> Tensor | None:
-        """Return what the last step took from the weights, divided by lr; None if that is not known."""
+        """Return what the last step took from the weights but for their own decay, divided by lr; 0 of weights that
+        STILL is about, None if that is not known."""
         count = float(group.get("step", 0) if step is None else step)
         found = UPDATES[self.name](x, group, count) if self.name in UPDATES else None
-        decay = float(group.get("weight_decay") or 0.0)
-        return found + decay * x["weight"] if found is not None and self.decoupled else found
+        return found * (found.abs() > STILL) if found is not None and UPDATES[self.name] is _adam else found
 
 
 def _adam(x: Values, group: Mapping[str, Any], step: float) -> Tensor | None:
@@ -85,7 +87,7 @@ def _sign(x: Values, group: Mapping[str, Any], step: float) -> Tensor | None:
 def _sgd(x: Values, group: Mapping[str, Any], step: float) -> Tensor | None:
     kept, g = x.get("momentum_buffer"), x.get("gradient")
     if g is not None and (kept is None or group.get("nesterov")):
-        g = g + float(group.get("weight_decay") or 0.0) * x["weight"]
+        g = (g + float(group.get("weight_decay") or 0.0) * x["weight"]) * (g != 0)
         return g if kept is None else g + float(group["momentum"]) * kept
     return None if group.get("nesterov") else kept
 

@@ -359,7 +359,7 @@ def diagnose(t: Terminal, given: Namespace) -> None:
     t.show(table(("",) * 5, [row.cells for row in rows]))
     if lost:
         t.warn(lost)
-    if lost or any((row.stays or 0.0) >= d.FAIL for row in rows):
+    if lost or any((row.stays or 0.0) >= d.LEAST for row in rows):
         t.fail()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from optgen.base.errors import UserError
 from optgen.convert import stored
 from optgen.convert.stored import GRIDS, Cells, Stored
-from optgen.convert.updates import SECOND, Rule
+from optgen.convert.updates import SECOND, STILL, Rule
 from optgen.driver.terminal import table
 from optgen.lang.spec import Spec
 from optgen.runtime.checkpoint import checkpoint
@@ -27,11 +27,14 @@ from optgen.runtime.records import dtype_name
 from optgen.verify import stall
 
 CHUNK, SAMPLE = 1 << 16, 1 << 18
-"""Elements that are read at once, and of a tensor by default: were they independent, shares would be within .2 % (two
-standard deviations)."""
+"""Elements that are read at once, and of a tensor: were they independent, shares would be within .2 % (two standard
+deviations)."""
 
-WARN, FAIL, BARE = 0.1, 0.5, 1e-3
-"""Shares from which on there is a warning, and an error, and an error of second moments that read as 0."""
+LEAST, BARE = 0.1, 1e-3
+"""Shares from which on there is a finding, and one of second moments that read as 0."""
+
+TINY = 1e-30
+"""States below this are of weights that have had no gradient for long: they end among the last numbers of float32."""
 
 BETAS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9999)
 WEIGHTS = "weights"
@@ -41,8 +44,8 @@ WEIGHTS = "weights"
 class Row:
     """The weights of a parameter group, or a state in one of the forms in which its tensors are kept.
 
-    stays   share that rounding keeps where it is, but for zeros: weights that have an update, which cannot move them;
-            of a state what is stored as itself under its decay alone; None where the update, or decay, is not known
+    stays   share that rounding keeps where it is: of weights that have an update; of numbers of a state that are
+            stored as themselves under its decay alone; None where the update, or decay, is not known
     decay   the factor of a state in a step
     stops   the least of BETAS under which half of a state stays
     bare    share of second moments that read as 0 where the first do not: the step is divided by eps alone
@@ -73,14 +76,13 @@ class Row:
 class Finding:
     """A reason why an optimizer does not move; `mend` is a line of code."""
 
-    severity: str
     row: Row
     reason: str
     mend: str
 
     def __str__(self) -> str:
         worst = ", ".join(f"{name} {share:.1%}" for name, share in self.row.worst)
-        lines = [f"{self.severity}: group {self.row.group}, {self.row.name}: {self.reason}"]
+        lines = [f"group {self.row.group}, {self.row.name}: {self.reason}"]
         return "\n".join([*lines, *([f"    worst: {worst}"] if worst else []), f"    mend: {self.mend}"])
 
 
@@ -108,20 +110,24 @@ class Diagnosis:
         return "\n".join([*lines, *map(str, self.findings), *(f"note: {note}" for note in self.notes)])
 
 
-def diagnose(optimizer: torch.optim.Optimizer, model: Any = None, *, sample: float = SAMPLE) -> Diagnosis:
+def diagnose(optimizer: torch.optim.Optimizer, model: Any = None) -> Diagnosis:
     """Return which weights and states of an optimizer rounding keeps where they are; `print` shows a report.
 
     optimizer  any torch.optim.Optimizer, after a step; SGD without momentum before `zero_grad()`
     model      names its parameters where the optimizer has no names
-    sample     elements of a tensor that are read, in chunks at equal distances; math.inf: all
 
     Nothing is changed.  Of sharded parameters the parts on this rank are read.
     """
     optimizer = _unwrapped(optimizer)
     names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
-    parts: list[Any] = list(getattr(optimizer, "parts", {}).values()) or [optimizer]
+    parts: Mapping[Any, Any] = getattr(optimizer, "parts", {"": optimizer})
+    of = {id(group): (key, n) for key, part in parts.items() for n, group in enumerate(part.param_groups)}
+    places = [of[id(group)] for group in optimizer.param_groups]
     with torch.no_grad():
-        groups = [_Group(part, n, names, sample) for part in parts for n in range(len(part.param_groups))]
+        groups = [
+            _Group(parts[key], n, names, "opt" if parts[key] is optimizer else f"opt.parts[{key!r}]")
+            for key, n in places
+        ]
     rows = [(group, row) for n, group in enumerate(groups) for row in group.rows(n)]
     return Diagnosis(
         type(optimizer).__name__, tuple(map(str, groups)), tuple(group.per_element for group in groups),
@@ -131,10 +137,10 @@ def diagnose(optimizer: torch.optim.Optimizer, model: Any = None, *, sample: flo
 
 
 class _Group:
-    """The measurements of a parameter group."""
+    """The measurements of a parameter group; `name`: what code calls its optimizer."""
 
-    def __init__(self, optimizer: Any, place: int, names: Mapping[int, str], sample: float) -> None:
-        self.optimizer, self.group, self.sample = optimizer, optimizer.param_groups[place], sample
+    def __init__(self, optimizer: Any, place: int, names: Mapping[int, str], name: str) -> None:
+        self.optimizer, self.group, self.name = optimizer, optimizer.param_groups[place], name
         self.rule, self.notes, size = Rule.of(optimizer, self.group), list[str](), 0
         self.sums: dict[tuple[str, str], dict[str, Counter[str]]] = {}  # (state, form) -> tensor -> sums over elements
         self.discouraged: dict[tuple[str, str], str] = {}  # of optgen's plans
@@ -142,11 +148,11 @@ class _Group:
             entry = optimizer.state.get(p) or {}
             own = (value for key, value in entry.items() if str(key)[:4] not in ("qmap", "step"))
             size += stored.size(p) + sum(map(stored.size, own))
-            if entry or p.grad is not None:
-                name = label if isinstance(label, str) else f"{label} {list(p.shape)}"
-                self.measure(p, entry, label, names.get(id(p), name))
+            if p.requires_grad and (entry or p.grad is not None):
+                shown = label if isinstance(label, str) else f"{label} {list(p.shape)}"
+                self.measure(p, entry, label, names.get(id(p), shown))
             else:
-                self.notes.append("parameters without a state and a gradient were not measured")
+                self.notes.append("frozen parameters, and those without a state and a gradient, were not measured")
         self.numel = sum(stored.local(p).numel() for p in self.group["params"])
         self.per_element = size / max(self.numel, 1)
 
@@ -175,15 +181,11 @@ class _Group:
                 reads[key] = stored.floats(stored.flat(t))
         reads["weight"] = master or reads.get("weight")
         if reads["weight"] is not None:
-            known = kept.keys() <= reads.keys()
-            for at in self.chunks(stored.local(p).numel()):
+            known, count = kept.keys() <= reads.keys(), stored.local(p).numel()
+            apart = max(1, math.ceil(math.ceil(count / CHUNK) / (SAMPLE // CHUNK)))
+            for start in range(0, count, CHUNK * apart):
+                at = start, min(start + CHUNK, count)
                 self.read(reads, at, sums, entry.get("step") if known else math.nan, 2.0**-extra, random)
-
-    def chunks(self, count: int) -> Iterator[tuple[int, int]]:
-        """Yield the ends of the chunks of so many elements."""
-        apart = max(1, math.ceil(math.ceil(count / CHUNK) / max(1, self.sample // CHUNK)))
-        for start in range(0, count, CHUNK * apart):
-            yield start, min(start + CHUNK, count)
 
     def read(self, reads: Mapping[str, Any], at: tuple[int, int], sums: Mapping[str, Counter[str]], step: Any,
              fine: float, random: bool) -> None:  # fmt: skip
@@ -199,20 +201,22 @@ class _Group:
 
     def of_weights(self, w: Cells, update: Tensor, fine: float, random: bool) -> dict[str, float]:
         """Return the sums of a chunk of weights; with bits beside them their cells are `fine` times as wide."""
-        delta, size = update * self.number("lr") * self.number("d", 1.0), w.value.abs()
-        half = torch.where(delta * w.value > 0, size - w.inner, w.outer - size) * fine
-        frozen = (delta.abs() <= half) & (delta != 0) & (not random)
+        decay = self.number("weight_decay") * w.value if self.rule.decoupled else torch.zeros(())
+        delta, some = (update + decay.to(update)) * self.number("lr"), update * self.number("lr") != 0
+        half = torch.where(delta * w.value > 0, w.below, w.above) * fine
         squares = float(update.double().square().sum())
-        return {"squares": squares, "read": float(update.numel())} | _counts(some=delta != 0, stays=frozen)
+        counts = _counts(some=some, stays=(delta.abs() <= half) & some & (not random))
+        return {"squares": squares, "read": float(update.numel())} | counts
 
     def of_state(self, key: str, one: Cells, x: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the sums of a chunk of a state."""
-        some, decay = one.value != 0, self.rule.decay(key, self.group)
+        some, decay = one.value.abs() > TINY, self.rule.decay(key, self.group)
         sums = _counts(some=some, **{f"at {beta}": one.keep(beta * one.value) & some for beta in BETAS})
         if decay is not None:
             sums |= _counts(stays=one.keep(decay * one.value) & some)
         if key == "exp_avg_sq" and "exp_avg" in x:
-            sums |= _counts(read=torch.ones_like(some), bare=~some & (x["exp_avg"] != 0))
+            bare = (one.value == 0) & (x["exp_avg"].abs() > STILL * self.number("eps"))
+            sums |= _counts(read=torch.ones_like(some), bare=bare)
         return sums
 
     def beside(self, p: Tensor, entry: Mapping[str, Any]) -> tuple[int, bool]:
@@ -249,43 +253,36 @@ class _Group:
             stays = 0.0 if form.endswith("stochastic") else _ratio(c, "stays", "some") if known else None
             stops = next((beta for beta in BETAS if c["some"] and c[f"at {beta}"] >= c["some"] / 2), None)
             square = _ratio(c, "squares", "read") if name == WEIGHTS else None
+            if name == WEIGHTS and stays is None and self.number("lr"):
+                self.notes.append("?: before a first step, of states that are not read, or of a rule that is not known")
             update = None if square is None else math.sqrt(square)
             worst = _worst(each, *(("bare", "read") if bare >= BARE else ("stays", "some")))
             yield Row(number, name, form, stays, decay, stops, bare, update, worst)
 
     def findings(self, row: Row) -> Iterator[Finding]:
         """Yield what is wrong."""
-        mild, mend = row.name not in (WEIGHTS, *SECOND), self.mend(row)  # gradients of both signs move the others
-        reason = self.discouraged.get((row.name, row.form), "")
-        if row.stays is not None and row.stays >= WARN:
-            reason = f"lr x update is below half of the last place of {row.stays:.1%}: these do not move"
-            if row.name != WEIGHTS:
-                reason = f"{row.stays:.1%} of it stays the same under beta {row.decay:g}: nothing makes it smaller"
-            mild = mild or row.stays < FAIL
-        if reason:
-            yield Finding("warning" if mild else "error", row, reason, mend)
+        reasons = [self.discouraged.get((row.name, row.form), "")]
+        if (row.stays or 0.0) >= LEAST and row.name == WEIGHTS:
+            reasons.append(f"lr x update is below half of the last place of {row.stays:.1%}: these do not move")
+        if (row.stays or 0.0) >= LEAST and row.name in SECOND:  # gradients of both signs move the others
+            reasons.append(f"{row.stays:.1%} of it stays the same under beta {row.decay:g}: nothing makes it smaller")
         if row.bare >= BARE:
-            reason = f"{row.bare:.1%} of it reads as 0 where exp_avg does not: that step is divided by eps alone"
-            yield Finding("error", row, reason, mend)
-        dtype = next((name for d in GRIDS if row.form.startswith(name := dtype_name(d))), "float32")
-        lost = lost_eps(self.group.get("eps"), dtype) if row.name in SECOND and not self.group.get("fused") else ""
-        if lost:
-            yield Finding("error", row, lost, mend)
+            reasons.append(f"{row.bare:.1%} of it reads as 0 where exp_avg does not: that step is divided by eps alone")
+        if row.name in SECOND and not self.group.get("fused"):
+            reasons.append(lost_eps(self.group.get("eps"), row.form.removesuffix(", to nearest")))
+        yield from (Finding(row, reason, self.mend(row)) for reason in reasons if reason)
 
     def mend(self, row: Row) -> str:
+        """Return a line of code, for an optimizer `opt` of a `model`."""
         if row.name == WEIGHTS and row.form.startswith("float32"):
-            return f"opt.param_groups[{row.group}]['lr'] = ...  # a larger one: not even float32 holds this step"
-        if not self.rule.ready:
-            return "model.float()  # before the optimizer is made" if row.name == WEIGHTS else "keep it in float32"
-        wide = all(p.dtype is torch.float32 for p in self.group["params"])
-        own = {"adam": "betas", "adamw": "betas", "lion": "betas", "sgd": "momentum"}.get(self.rule.name, "")
-        names = [name for name in ("lr", own, "weight_decay") if own and self.group.get(name)]
-        options = "".join(f", {name}={_text(self.group[name])}" for name in names)
-        return f'opt = optgen.make("{self.rule.ready}", model{options}, plan="{"int8" if wide else "int8_split24"}")'
-
-
-def _text(x: Any) -> str:
-    return str(tuple(map(float, x))) if isinstance(x, (tuple, list)) else f"{float(x):g}"
+            return f"opt.param_groups[{row.group}]['lr'] *= 10  # not even float32 holds this step"
+        if not self.rule.ready and not isinstance(self.optimizer, Optimizer):
+            return "model.float()  # before the optimizer is made"
+        plan = "int8" if all(p.dtype is torch.float32 for p in self.group["params"]) else "int8_split24"
+        made = f"optgen.optim.{self.rule.ready}" if self.rule.ready else f"type({self.name})"
+        made = f'{made}([{{**g, "plan": "{plan}"}} for g in {self.name}.param_groups])'
+        key = self.name.removeprefix("opt.parts[")[:-1]
+        return f"opt = {made}" if self.name == "opt" else f"opt = type(opt)({{**opt.parts, {key}: {made}}})"
 
 
 def _unwrapped(optimizer: Any) -> Any:
@@ -319,7 +316,7 @@ def _ratio(sums: Mapping[str, float], part: str, of: str) -> float | None:
 
 def lost_eps(eps: Any, name: str) -> str:
     """Return the reason where eps is 0 in a dtype, in which torch.optim adds it to the root of second moments."""
-    dtype = getattr(torch, name)
+    dtype = next((dtype for dtype in GRIDS if dtype_name(dtype) == name), torch.float64)
     if not isinstance(eps, float) or not eps or torch.tensor(eps, dtype=dtype).item():
         return ""
     least = 2.0 ** (GRIDS[dtype][1] - GRIDS[dtype][0])
