@@ -49,7 +49,6 @@ def make(
     *,
     plan: Any = None,
     sort: bool | Mapping[Any, str] | None = None,
-    heads: bool = False,
     scale: str | None = None,
     base_width: int | None = None,
     **options: Any,
@@ -66,7 +65,6 @@ def make(
              convolution, norms and biases by that, in groups that say their "role"; Scion by its other norms.
              {expression or function: role} changes what single parameters are; roles are hidden, lora_b, lora_a,
              embedding, head, stem and vector
-    heads    let each head of queries, keys and values be a matrix to these rules, as model.config numbers them
     scale    "mup": lr and weight_decay are those found at the width `base_width`, and follow muP to this model's
              width; without it and lr, they begin with a public sweep's (`widths.TUNED`).  "mup_coupled" leaves
              weight_decay as it is
@@ -79,10 +77,10 @@ def make(
         raise TypeError(f"make: expected a model or its named parameters, got {model!r:.80}")
     named: Named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
     module = {"module": model} if isinstance(model, nn.Module) else {}
-    asked = Asked(sort, heads, scale, base_width)
+    asked = Asked(sort, scale, base_width)
     if isinstance(rule, Mapping):
         if asked != Asked():
-            raise TypeError("make: several rules are sorted by their patterns: sort=, heads=, scale= are of one rule")
+            raise TypeError("make: several rules are sorted by their patterns: sort=, scale= are of one rule")
         return _several(rule, named, module, plan, options)
     cls = class_of(rule, plan)
     arguments = _arranged(cls, named, module.get("module"), options, asked)
@@ -113,18 +111,17 @@ class Asked(NamedTuple):
     """The arguments of `make` about the parameters of one rule."""
 
     sort: Any = None
-    heads: bool = False
     scale: Any = None
     base_width: Any = None
 
     def check(self, cls: Any, named: Named) -> bool:
         """Return True if parameters are sorted; TypeError or ValueError for what cannot be sorted or scaled."""
         pairs, sorts = all(isinstance(pair, tuple) for pair in named), roles.sorts(cls) and self.sort is not False
-        if (self.sort or self.heads or self.scale) and not pairs:
-            raise TypeError("make: sort=, heads= and scale= go by names: take the model, or its named_parameters()")
-        if (self.heads or self.sort and not self.scale) and not sorts:
+        if (self.sort or self.scale) and not pairs:
+            raise TypeError("make: sort= and scale= go by names: take the model, or its named_parameters()")
+        if self.sort and not self.scale and not sorts:
             raise ValueError(
-                f"make: sort= and heads= are of rules that leave embeddings to AdamW, as Muon does; {cls.__name__} has "
+                f"make: sort= is of rules that leave embeddings to AdamW, as Muon does; {cls.__name__} has "
                 f"one step for all: give others to another rule, make({{pattern: {cls.SPEC!r}, '*': 'adamw'}}, model)"
             )
         if self.scale is not None and self.scale not in widths.SCALES:
@@ -145,7 +142,7 @@ def _arranged(
     groups = roles.groups(cls if sorts else None, named, found)
     more: dict[str, Any] = {}
     if sorts:
-        more["blocks"] = {**(options.get("blocks") or {}), **roles.blocks_of(cls, named, found, model, asked.heads)}
+        more["blocks"] = {**(options.get("blocks") or {}), **roles.blocks_of(cls, named, found, model)}
     if asked.scale:
         if (base := asked.base_width) is None:
             base, tuned = widths.tuned(cls, options)

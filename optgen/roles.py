@@ -36,7 +36,6 @@ NAMES = (
 """Roles by names, the first that holds.  TOKENS: in no layer of their own, and adapters of embeddings."""
 
 FUSED = re.compile(r"(^|\.)(qkv(_proj)?|wqkv|to_qkv|w_pack|in_proj_weight|c_attn|query_key_value)(\.weight)?$", re.I)
-PROJECTION = re.compile(r"(^|\.)(wq|q|q_proj|query|(?P<few>wk|k|k_proj|key|wv|v|v_proj|value))\.weight$")
 BY_HEAD = ("query_key_value", "c_attn")
 """Fused matrices that hold the queries, keys and values of a head together, in some models."""
 
@@ -148,37 +147,27 @@ def heads_of(config: Any) -> tuple[int, int, int]:
     return many, few, getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // many
 
 
-def blocks_of(
-    cls: Any, named: Named, roles: Mapping[str, str], model: nn.Module | None, single: bool
-) -> dict[str, blocks.Count]:
-    """Return the option `blocks` of matrices that share a parameter: queries, keys and values, gates, experts.
-
-    single  take each head as a matrix; ValueError if the model's config does not number them
-    """
+def blocks_of(cls: Any, named: Named, roles: Mapping[str, str], model: nn.Module | None) -> dict[str, blocks.Count]:
+    """Return the option `blocks` of matrices that share a parameter: queries, keys and values, gates, experts."""
     heads, found = heads_of(config_of(model)), dict[str, blocks.Count]()
-    if single and not heads[0]:
-        raise ValueError("make: heads=True follows model.config.num_attention_heads, and there is none: give blocks=")
     convolutions = [] if model is None else [id(m.weight) for m in model.modules() if isinstance(m, _ConvNd)]
     for name, p in (pair for pair in named if roles[pair[0]] == "hidden"):
         if p.ndim == 3:
             count: blocks.Count = 1 if id(p) in convolutions else p.shape[0] * ("expert" in name.lower())
         else:
-            count = _split(cls, bare(name), p, heads, single)
+            count = _split(cls, bare(name), p, heads)
         found |= {escape(name): count} if count else {}
     return found
 
 
-def _split(cls: Any, name: str, p: Tensor, heads: tuple[int, int, int], single: bool) -> blocks.Count:
+def _split(cls: Any, name: str, p: Tensor, heads: tuple[int, int, int]) -> blocks.Count:
     """Return into what a parameter of two dimensions falls, or 0; heads: as of `heads_of`."""
-    (many, few, size), rows, fused, projection = heads, p.shape[0], FUSED.search(name), PROJECTION.search(name)
-    if projection is not None:
-        count = few if projection["few"] else many
-        return count if single and rows == count * size else 0
+    (many, few, size), rows, fused = heads, p.shape[0], FUSED.search(name)
     if fused is None:
         return 2 * (name.endswith("gate_up_proj.weight") and not rows % 2)
     if rows != (many + 2 * few) * size:
         return 3 * (fused[2] != BY_HEAD[0] and rows == 3 * p.shape[1])
-    if single or fused[2] in BY_HEAD:
+    if fused[2] in BY_HEAD:
         return many + 2 * few
     variants = plans.load(cls, cls.DEFAULT_PLAN).variants
     if many == few or any(blocks.undivided(v) for v in variants if v.needs_matrix):

@@ -76,29 +76,35 @@ def tuned(cls: Any, options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     )
 
 
-def ratios(named: roles.Named, found: Mapping[str, str], model: nn.Module | None, base: Any) -> Ratios:
-    """Return the ratios to a model of a base width, of which all hidden sizes are taken for multiples.
-
-    A first linear layer, of a model without embeddings, reads what follows no width; nor does a head's bias.
-    ValueError for a width that is none, and for a model that does not say its own: by its config, its first embedding
-    or its head.
-    """
-    if isinstance(base, bool) or not isinstance(base, int) or base < 1:
-        raise ValueError(f"make: base_width must be a width of 1 or more, got {base!r}")
-    layers = [] if model is None else [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.Linear, _ConvNd))]
-    config, heads = roles.config_of(model), {name: p for name, p in named if found[name] == "head"}
-    widths = [getattr(config, key, None) for key in ("hidden_size", "n_embd", "d_model", "dim")]
-    widths += [m.embedding_dim for m in layers if isinstance(m, nn.Embedding)] + [p.shape[1] for p in heads.values()]
-    if not (known := [width for width in widths if isinstance(width, int)]):
+def width_of(model: nn.Module | None, heads: Sequence[Tensor]) -> int:
+    """Return the width of a model: of its config, its first embedding or its head; ValueError if it has none."""
+    config, modules = roles.config_of(model), () if model is None else model.modules()
+    found = [getattr(config, key, None) for key in ("hidden_size", "n_embd", "d_model", "dim")]
+    found += [m.embedding_dim for m in modules if isinstance(m, nn.Embedding)] + [p.shape[1] for p in heads]
+    width = next((width for width in found if isinstance(width, int)), None)
+    if width is None:
         raise ValueError(
             "make: scale=: the model has no config (hidden_size), no embedding and no head that say its width: "
             "sort={expression: 'head'} says which parameter is the head"
         )
-    wide, tables = known[0] / base, any(isinstance(m, nn.Embedding) for m in layers)
-    first = None if tables or not layers else layers[0].weight
+    return width
+
+
+def ratios(named: roles.Named, found: Mapping[str, str], model: nn.Module | None, base: Any) -> Ratios:
+    """Return the ratios to a model of a base width, of which all hidden sizes are taken for multiples.
+
+    A first linear layer, of a model without embeddings, reads what follows no width; nor does a head's bias.
+    ValueError for a width that is none.
+    """
+    if isinstance(base, bool) or not isinstance(base, int) or base < 1:
+        raise ValueError(f"make: base_width must be a width of 1 or more, got {base!r}")
+    heads = {name: p for name, p in named if found[name] == "head"}
+    wide, modules = width_of(model, [*heads.values()]) / base, () if model is None else model.modules()
+    first = next((m for m in modules if isinstance(m, (nn.Embedding, nn.Linear, _ConvNd))), None)
+    inputs = first.weight if isinstance(first, nn.Linear) and "embedding" not in found.values() else None
     sides = {"head": (1.0, wide), "lora_a": (1.0, wide), "hidden": (wide, wide)}
-    inner = {name for name, p in named if p is not first or name in heads}
-    by = {name: sides.get(found[name] if name in inner else "", (wide, 1.0)) for name, _ in named}
+    by = {name: (wide, 1.0) if p is inputs else sides.get(found[name], (wide, 1.0)) for name, p in named}
+    by |= dict.fromkeys(heads, sides["head"])
     return by | dict.fromkeys(by.keys() & {f"{name.removesuffix('weight')}bias" for name in heads}, (1.0, 1.0))
 
 

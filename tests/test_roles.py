@@ -52,10 +52,6 @@ def test_models_of_transformers(name: str, options: dict[str, Any], head: str | 
     assert all("emb" in n for n in found["embedding"]) and all(len(shapes[n]) == 1 for n in found["vector"])
     assert sorted(n for names in found.values() for n in names) == sorted(shapes)
     assert blocks_of(opt) == blocks == blocks_of(optgen.make("soap_muon", net, plan="fp32")) | blocks
-    if name == "LlamaForCausalLM":
-        keys = net.config.num_key_value_heads
-        heads = {"q_proj.weight": 4, "k_proj.weight": keys, "v_proj.weight": keys}
-        assert blocks_of(optgen.make("muon", net, plan="fp32", heads=True)) == heads
 
 
 class Net(nn.Module):
@@ -137,7 +133,6 @@ def test_a_sorted_optimizer_resumes_also_from_one_of_a_single_group() -> None:
         ("muon", {"sort": {"encoder": "head"}}, r"sort\['encoder'\]: matches no parameter"),
         ("muon", {"sort": {"(": "head"}}, "is no regular expression of names"),
         ("muon", {"sort": {nn.LayerNorm: "vector"}}, "is no regular expression of names"),
-        ("muon", {"heads": True}, "there is none: give blocks="),
         ("soap", {"sort": True}, r"SOAP has one step for all: .*make\({pattern: 'soap', '\*': 'adamw'}, model\)"),
         ({"logits": "muon", "*": "adamw"}, {"sort": True}, "several rules are sorted by their patterns"),
     ],

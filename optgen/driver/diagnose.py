@@ -120,14 +120,8 @@ def diagnose(optimizer: torch.optim.Optimizer, model: Any = None) -> Diagnosis:
     """
     optimizer = _unwrapped(optimizer)
     names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
-    parts: Mapping[Any, Any] = getattr(optimizer, "parts", {"": optimizer})
-    of = {id(group): (key, n) for key, part in parts.items() for n, group in enumerate(part.param_groups)}
-    places = [of[id(group)] for group in optimizer.param_groups]
     with torch.no_grad():
-        groups = [
-            _Group(parts[key], n, names, "opt" if parts[key] is optimizer else f"opt.parts[{key!r}]")
-            for key, n in places
-        ]
+        groups = [_Group(names, *place) for place in _places(optimizer)]
     rows = [(group, row) for n, group in enumerate(groups) for row in group.rows(n)]
     return Diagnosis(
         type(optimizer).__name__, tuple(map(str, groups)), tuple(group.per_element for group in groups),
@@ -136,10 +130,17 @@ def diagnose(optimizer: torch.optim.Optimizer, model: Any = None) -> Diagnosis:
     )  # fmt: skip
 
 
+def _places(optimizer: Any) -> list[tuple[Any, int, str]]:
+    """Return the optimizer of one rule that has each group, the group's place there, and what code calls it."""
+    parts = {f"opt.parts[{key!r}]": part for key, part in getattr(optimizer, "parts", {}).items()} or {"opt": optimizer}
+    of = {id(group): (part, n, name) for name, part in parts.items() for n, group in enumerate(part.param_groups)}
+    return [of[id(group)] for group in optimizer.param_groups]
+
+
 class _Group:
     """The measurements of a parameter group; `name`: what code calls its optimizer."""
 
-    def __init__(self, optimizer: Any, place: int, names: Mapping[int, str], name: str) -> None:
+    def __init__(self, names: Mapping[int, str], optimizer: Any, place: int, name: str) -> None:
         self.optimizer, self.group, self.name = optimizer, optimizer.param_groups[place], name
         self.rule, self.notes, size = Rule.of(optimizer, self.group), list[str](), 0
         self.sums: dict[tuple[str, str], dict[str, Counter[str]]] = {}  # (state, form) -> tensor -> sums over elements
@@ -153,6 +154,8 @@ class _Group:
                 self.measure(p, entry, label, names.get(id(p), shown))
             else:
                 self.notes.append("frozen parameters, and those without a state and a gradient, were not measured")
+        if any(name == WEIGHTS and not any(c["read"] for c in each.values()) for (name, _), each in self.sums.items()):
+            self.notes.append("?: before a first step, of states that are not read, or of a rule that is not known")
         self.numel = sum(stored.local(p).numel() for p in self.group["params"])
         self.per_element = size / max(self.numel, 1)
 
@@ -253,8 +256,6 @@ class _Group:
             stays = 0.0 if form.endswith("stochastic") else _ratio(c, "stays", "some") if known else None
             stops = next((beta for beta in BETAS if c["some"] and c[f"at {beta}"] >= c["some"] / 2), None)
             square = _ratio(c, "squares", "read") if name == WEIGHTS else None
-            if name == WEIGHTS and stays is None and self.number("lr"):
-                self.notes.append("?: before a first step, of states that are not read, or of a rule that is not known")
             update = None if square is None else math.sqrt(square)
             worst = _worst(each, *(("bare", "read") if bare >= BARE else ("stays", "some")))
             yield Row(number, name, form, stays, decay, stops, bare, update, worst)
