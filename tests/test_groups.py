@@ -14,6 +14,7 @@ import optgen
 from optgen import optim
 from optgen.lang import lookahead
 from optgen.runtime import Optimizer
+from optgen.runtime.cpu import cpu, native
 from optgen.runtime.gpu import compiled
 from optgen.runtime.layout import workspace
 from optgen.runtime.work import counting
@@ -66,6 +67,14 @@ def test_groups_share_launches(rule: str, plan: str, kernels: int, backend: str)
         assert run(opt, 3) == (0 if backend == "reference" else len(SHAPES) if apart else kernels)
         sides.append(everything(opt))
     assert sides[0] == sides[1]
+
+
+def test_a_backend_that_one_group_asks_for_is_had_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPTGEN_BACKEND")
+    monkeypatch.setattr(cpu, "kernels", lambda buckets: [native.Unavailable("no compiler")] * len(buckets))
+    groups = [{"params": [nn.Parameter(torch.ones(3))], "backend": x} for x in ("auto", "cpp")]
+    with pytest.raises(RuntimeError, match=r"backend='cpp', but .*no compiler"):
+        training.train(optim.AdamW(groups, plan="fp32"), [0])
 
 
 def test_rates_that_change_in_many_groups_make_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ that must be copied before they are worked on; what moves, waits and steps is wh
 
 import copy
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +161,14 @@ def test_memory_of_a_gpu_falls_by_what_the_optimizer_says() -> None:
     for p, q in zip(a.parameters(), b.parameters(), strict=True):
         assert same_bits(p.detach(), q.detach())
         assert all(torch.equal(x, two.state[q][key]) for key, x in one.state[p].items())
+
+
+def test_what_lies_where_a_graph_may_have_its_address_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, one = torch.device("cuda", 0), offload.Offload()
+    there = SimpleNamespace(tensor=SimpleNamespace(device=gpu), home=gpu)
+    monkeypatch.setattr(offload, "places", lambda *_: [there])
+    one.bring(None)  # no owner: the places are given
+    assert not one._movers and not one.arriving
 
 
 @pytest.mark.usefixtures("one_rank")

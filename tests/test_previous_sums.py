@@ -11,7 +11,7 @@ from torch import nn
 import optgen
 from optgen.accumulate import accumulator
 from optgen.by_name import class_of
-from optgen.runtime.modes.previous import KEY
+from optgen.runtime.options.options import SUMS as KEY
 from tests.test_release import Net, net, train
 from tests.training import same
 
@@ -142,6 +142,27 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_broken_off(rule: str, plan: 
         train(other, c, 3, start=3)
         same(a, c, whole, other)
         assert torch.equal(whole.param_groups[0][KEY], other.param_groups[0][KEY])
+
+
+def test_sums_are_found_in_any_order_of_groups_and_go_with_a_reset() -> None:
+    def in_order(turn: int) -> tuple[Net, Any]:
+        named = list((model := net(torch.float32)).named_parameters())
+        opt = class_of("clipped(adamw)")([{"params": named[:1]}, {"params": named[1:]}][::turn], plan="fp32")
+        opt.release_gradients(model, sums="previous")
+        return model, opt
+
+    model, opt = in_order(1)
+    train(opt, model, 2)
+    for turn in (-1, 1):
+        saved, (model, opt) = opt.state_dict(), in_order(turn)
+        opt.load_state_dict(saved)
+        model.loss(1).backward()
+        assert waiting(model) == ["inner.bias"]
+        opt.step()
+        assert [KEY in group for group in opt.param_groups] == [True, False]
+    opt.reset_states(keep=())
+    model.loss(1).backward()
+    assert len(waiting(model)) == 5
 
 
 def test_parameters_outside_the_model_are_in_the_sums() -> None:

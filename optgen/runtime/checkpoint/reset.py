@@ -46,6 +46,16 @@ def reset_states(self: Any, patterns: str | Collection[str] | None = None, keep:
     rows = [(one, entry) for one, entry, _ in self._matched() if state.of(one.state, entry.p)]
     if patterns is not None:
         rows = _called(what, rows, [patterns] if isinstance(patterns, str) else patterns)
+    _refuse(what, rows, keep)
+    for one, entry in rows:
+        _reset(one, entry, keep, patterns is None)
+    if patterns is None and "step" not in keep:
+        for group in self.param_groups:
+            group.pop(options.SUMS, None)
+
+
+def _refuse(what: str, rows: Rows, keep: set[str]) -> None:
+    """Raise ValueError for a name of no state, and for a count that cannot stay."""
     variants = [checkpoint.select(type(one), e.group, e.p, e.name)[2] for one, e in rows]
     known = {"step"}.union(*(variant.states for variant in variants))
     if rows and (extra := sorted(keep - known)):
@@ -53,8 +63,6 @@ def reset_states(self: Any, patterns: str | Collection[str] | None = None, keep:
     for (one, entry), variant in zip(rows, variants, strict=True):
         if "step" in keep and _begins_otherwise(type(one), entry, variant):
             raise ValueError(f"{what}: {type(one).__name__} has first steps of another kind: call it with keep=()")
-    for one, entry in rows:
-        _reset(one, entry, keep, patterns is None)
 
 
 def _called(what: str, rows: Rows, patterns: Collection[str]) -> Rows:

@@ -274,14 +274,18 @@ def with_states(one: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     numbers, states = checkpoint.match(one.param_groups, groups, misfits).order, dict[Any, Any]()
     for entry in one._entries():
         p, (plan, variant, kept), number = entry.p, _kept(one, entry), numbers[id(entry.p)]
-        if number in found and not kept:
-            parts = sharded_states.ShardedStates.of(p, variant) if sharding.is_sharded(p) else None
-            kept = state.create(plan, variant, p if parts is None else parts.weight(p), {}, entry.group, None, 0, parts)
-            kept = kept if parts is None else parts.wrapped(kept)
-        own = variant.owned("p") if number in found else ()
-        states[number] = {name: x for name, x in kept.items() if name not in own} | dict(found.get(number, {}))
+        if not kept and number not in found:
+            continue
+        rest = {name: x for name, x in kept.items() if name not in variant.owned("p")}
+        # There are no bits of a weight that has made no step where they are from: it is what the model shows.
+        parts = sharded_states.ShardedStates.of(p, variant) if sharding.is_sharded(p) else None
+        weight, step = p if parts is None else parts.weight(p), rest.get("step", 0)
+        made = state.create(plan, variant, weight, rest, entry.group, None, step, parts)
+        known = {*rest, *(variant.owned("p") if number in found else ())}
+        new = {name: x for name, x in made.items() if name not in known}
+        states[number] = {**rest, **(new if parts is None else parts.wrapped(new)), **found.get(number, {})}
     own_groups = [{**group, "params": [numbers[id(p)] for p in group["params"]]} for group in one.param_groups]
-    return {"state": {number: kept for number, kept in states.items() if kept}, "param_groups": own_groups}
+    return {"state": states, "param_groups": own_groups}
 
 
 @torch.no_grad()

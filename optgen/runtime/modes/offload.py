@@ -159,7 +159,7 @@ class Offload:
         by_device: dict[torch.device, list[Place]] = {}
         for place in places(owner, self.away, sums or {}):
             here = place.tensor.device
-            if here != place.home or here.type not in self.resident:
+            if here != place.home or (here == HOST and HOST.type not in self.resident):
                 by_device.setdefault(here if place.home == HOST else place.home, []).append(place)
         for device, found in by_device.items():
             self.arriving.append(self.mover(device).move(found, pin))

@@ -22,9 +22,6 @@ from optgen.runtime.states import state
 from optgen.runtime.step.model_sums import ModelSums, Parts, total, value_of
 from optgen.runtime.work.bucket import Bucket
 
-KEY = "model_sums"
-"""Key of an optimizer's first group: the sums of its last step, a tensor; so checkpoints and copies have them."""
-
 
 class PreviousSums(ModelSums):
     """The sums of the parameters that wait for `step()`, with those of the others.
@@ -74,7 +71,8 @@ class PreviousSums(ModelSums):
 
     def _serves(self, one: Any, owner: Owner) -> bool:
         """Return True if sums and states of the step before are known, and of what the parameter needs now."""
-        self.former = owner.groups[0].get(KEY)
+        # A checkpoint may have had its groups in another order.
+        self.former = next((group[options.SUMS] for group in owner.groups if options.SUMS in group), None)
         if self.former is None or len(self.former) != len(one.variant.model_temps):
             return False
         if not self.before:
@@ -104,7 +102,9 @@ class PreviousSums(ModelSums):
         if self.found:
             now = torch.stack(self.found)
             former = now if self.former is None or len(self.former) != len(now) else self.former.to(now.device)
-            groups[0][KEY] = torch.where(now.isfinite(), now, former)
+            for group in groups[1:]:
+                group.pop(options.SUMS, None)
+            groups[0][options.SUMS] = torch.where(now.isfinite(), now, former)
         self.begin()
 
 

@@ -302,7 +302,8 @@ def buckets(
 
 def _compile(owner: Owner, found: Sequence[Bucket]) -> None:
     """Give buckets C++ kernels, or strict maths where eager torch makes the step."""
-    backends.compile_all(found, [owner.groups[b.lines.groups[0]]["backend"] for b in found])
+    options = [{owner.groups[k]["backend"] for k in b.lines.groups} for b in found]
+    backends.compile_all(found, [max(x, key=lambda option: option != "auto") for x in options])  # a request counts
     for bucket in found:
         if bucket.backend == "reference":
             bucket.variant = plans.strict(bucket.plan, bucket.variant)
