@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import zlib
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ pytestmark = [
 
 SHAPES = [(), (1,), (15,), (63,), (64,), (1025,), (16, 64), (5, 70), (3, 7, 11), (40, 147), (3, 320), (5000,)]
 ISAS = [isa for isa in native.ISAS if isa.needs <= native.cpu_flags() and isa.name != "avx512"]
+
+
+def in_turn(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return the cases on each instruction set: of int8_split24 every day, of other plans one, in turn."""
+    every = [i for i, case in enumerate(cases) if "int8_split24" in case]
+    return [
+        pytest.param(*case, isa.name, marks=() if i in every or (i + k) % len(ISAS) == 0 else pytest.mark.full)
+        for i, case in enumerate(cases) for k, isa in enumerate(ISAS)
+    ]  # fmt: skip
 
 
 def steps(
@@ -56,8 +66,7 @@ def steps(
     return theirs
 
 
-@pytest.mark.parametrize("isa", [isa.name for isa in ISAS])
-@pytest.mark.parametrize(("name", "plan", "param", "flags"), CASES, ids=lambda x: str(x))
+@pytest.mark.parametrize(("name", "plan", "param", "flags", "isa"), in_turn(CASES), ids=str)
 def test_same_bits(name: str, plan: str, param: str, flags: dict[str, bool], isa: str, tmp_path: Path) -> None:
     users = isa == ISAS[0].name or (name, plan) == ("adamw", "int8_split24")
     with nullcontext() if users else harness.unoptimized():
@@ -95,8 +104,10 @@ def test_signs_of_all_kinds_of_floats(isa: native.Isa, tmp_path: Path) -> None:
     assert torch.equal(out, torch.where(kept, x, x & -0x80000000 | 0x3F800000))
 
 
-@pytest.mark.parametrize("isa", [isa.name for isa in ISAS])
-@pytest.mark.parametrize("plan", ["int8_split24", "int8_rn_split24", "bf16_sr", "fp32_master"])
+PLANS = [(plan,) for plan in ("int8_split24", "int8_rn_split24", "bf16_sr", "fp32_master")]
+
+
+@pytest.mark.parametrize(("plan", "isa"), in_turn(PLANS))
 def test_no_nan_turns_into_a_number(plan: str, isa: str, tmp_path: Path) -> None:
     """NaNs of either sign, with any payload: no carry of rounding may turn their pattern into a number's."""
     built = build(Cell("adamw", plan))
