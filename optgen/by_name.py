@@ -120,9 +120,10 @@ class Asked(NamedTuple):
         if (self.sort or self.scale) and not pairs:
             raise TypeError("make: sort= and scale= go by names: take the model, or its named_parameters()")
         if self.sort and not self.scale and not sorts:
+            rule = getattr(cls, "SPEC", cls.__name__)
             raise ValueError(
-                f"make: sort= is of rules that leave embeddings to AdamW, as Muon does; {cls.__name__} has "
-                f"one step for all: give others to another rule, make({{pattern: {cls.SPEC!r}, '*': 'adamw'}}, model)"
+                f"make: sort= is of rules that leave embeddings to AdamW, as Muon does; {cls.__name__} has one step "
+                f"for all: give others to another rule, make({{pattern: {rule!r}, '*': 'adamw'}}, model)"
             )
         if self.scale is not None and self.scale not in widths.SCALES:
             raise ValueError(f"make: expected scale={' or '.join(map(repr, widths.SCALES))}, got {self.scale!r}")

@@ -54,7 +54,7 @@ Ratios = dict[str, tuple[float, float]]
 
 def rule_of(cls: Any) -> str:
     """Return the rule whose table counts; ValueError for one, or a wrapper, of which none is known."""
-    known, name = BY_ELEMENT | BY_GRADIENT | BY_NORM.keys() | {"scion"}, str(cls.SPEC)
+    known, name = BY_ELEMENT | BY_GRADIENT | BY_NORM.keys() | {"scion"}, str(getattr(cls, "SPEC", ""))
     while name not in known and (around := next((w for w in HARMLESS if name.startswith(f"{w}_")), "")):
         name = name.removeprefix(f"{around}_")
     if name not in known:
@@ -76,12 +76,11 @@ def tuned(cls: Any, options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     )
 
 
-def width_of(model: nn.Module | None, heads: Sequence[Tensor]) -> int:
+def width_of(named: roles.Named, found: Mapping[str, str], model: nn.Module | None) -> int:
     """Return the width of a model: of its config, its first embedding or its head; ValueError if it has none."""
-    config, modules = roles.config_of(model), () if model is None else model.modules()
-    found = [getattr(config, key, None) for key in ("hidden_size", "n_embd", "d_model", "dim")]
-    found += [m.embedding_dim for m in modules if isinstance(m, nn.Embedding)] + [p.shape[1] for p in heads]
-    width = next((width for width in found if isinstance(width, int)), None)
+    known = [getattr(roles.config_of(model), key, None) for key in ("hidden_size", "n_embd", "d_model", "dim")]
+    known += [p.shape[-1] for role in ("embedding", "head") for name, p in named if found[name] == role]
+    width = next((width for width in known if isinstance(width, int)), None)
     if width is None:
         raise ValueError(
             "make: scale=: the model has no config (hidden_size), no embedding and no head that say its width: "
@@ -98,8 +97,8 @@ def ratios(named: roles.Named, found: Mapping[str, str], model: nn.Module | None
     """
     if isinstance(base, bool) or not isinstance(base, int) or base < 1:
         raise ValueError(f"make: base_width must be a width of 1 or more, got {base!r}")
-    heads = {name: p for name, p in named if found[name] == "head"}
-    wide, modules = width_of(model, [*heads.values()]) / base, () if model is None else model.modules()
+    heads, modules = [name for name, _ in named if found[name] == "head"], () if model is None else model.modules()
+    wide = width_of(named, found, model) / base
     first = next((m for m in modules if isinstance(m, (nn.Embedding, nn.Linear, _ConvNd))), None)
     inputs = first.weight if isinstance(first, nn.Linear) and "embedding" not in found.values() else None
     sides = {"head": (1.0, wide), "lora_a": (1.0, wide), "hidden": (wide, wide)}

@@ -107,6 +107,11 @@ def test_rare_rows_of_a_healthy_run_are_no_finding(cls: Any, lr: float) -> None:
     assert not optgen.diagnose(opt).findings and not any(row.stays for row in optgen.diagnose(opt).rows)
 
 
+def test_seeded_fault_of_the_adamw_of_muon() -> None:
+    opt = trained(optgen.optim.Muon, lr=1.0, adamw=True, adamw_betas=(0.9, 0.999), plan="bf16")[0]
+    assert kinds(optgen.diagnose(opt)) == {"exp_avg_sq"}
+
+
 def test_seeded_fault_of_eps_in_fp16() -> None:
     opt = trained(torch.optim.Adam, torch.float16, 1e-2, 1, lr=1e-5, foreach=False)[0]
     reasons = " ".join(f.reason for f in optgen.diagnose(opt).findings)
@@ -137,7 +142,8 @@ def test_cells_of_floats_are_those_of_the_conversion(dtype: torch.dtype) -> None
     draw = torch.Generator().manual_seed(1)
     x = torch.cat([torch.randn(4000, generator=draw) * 10.0 ** torch.randint(-7, 4, (4000,), generator=draw),
                    2.0 ** torch.arange(-24, 10), -(2.0 ** torch.arange(-24, 10))]).to(dtype)  # fmt: skip
-    cells = stored.floats(x)(0, x.numel())
+    read: Any = stored.floats(x)
+    cells = read(0, x.numel())
     for factor in (1 - 2**-13, 1 - 2**-10, 1 - 2**-9.3, 1 - 2**-8.2, 1 + 2**-8.5, 1 + 2**-11.5, 1 + 2**-7.1):
         new = x.double() * factor
         assert torch.equal(cells.keep(new.float()), new.float().to(dtype) == x)
@@ -260,6 +266,7 @@ def test_the_command_predicts(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["weights"] > 0.95
     assert found["exp_avg_sq"] == 1
     assert cli.main(["diagnose", "--rule", "lion", "--dtype", "fp32", "--steps", "20"]) == 0
+    assert cli.main(["diagnose", "--rule", "adamw", "--betas", "0.9", "2"]) == 2
     assert cli.main(["diagnose", "--rule", "sgd", "--betas", "0.9"]) == 2
     assert "one of the options of sgd" in capsys.readouterr().err
 

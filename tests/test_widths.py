@@ -88,12 +88,13 @@ def test_sweeps_to_begin_with() -> None:
         ("adamw", model(), {"base_width": 8}, "base_width= goes with scale='mup'"),
         ("adamw", model(), {"scale": "mup", "base_width": 0}, "a width of 1 or more, got 0"),
         ("adamw", nn.Linear(3, 3), {"scale": "mup", "base_width": 8}, "no config .* and no head that say its"),
+        (torch.optim.AdamW, model(), {"scale": "mup", "base_width": 8}, "how AdamW scales with width is not known"),
         ("hyperball(adamw)", model(), {"scale": "mup", "base_width": 8}, "scales with width is not known"),
         ("came", model(), {"scale": "mup"}, "begins with lr of a public sweep, of adamw, .*; for CAME give lr="),
         ("adamw", model(), {"scale": "mup", "lr": 1e-3}, "for AdamW give lr= and the base_width="),
     ],
 )
-def test_what_cannot_be_scaled_is_refused(rule: str, net: nn.Module, given: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_scaled_is_refused(rule: Any, net: nn.Module, given: dict[str, Any], words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         optgen.make(rule, net, **given)
 

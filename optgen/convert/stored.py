@@ -69,8 +69,12 @@ def flat(t: Any) -> Tensor:
     return found
 
 
-def floats(t: Tensor) -> Read:
-    mantissa, smallest = GRIDS[t.dtype]
+def floats(value: Any) -> Read | None:
+    """Read floats in memory; None for other tensors, and for classes that encode them."""
+    plain = isinstance(value := local(value), Tensor) and not hasattr(value, "__tensor_flatten__")
+    if not plain or value.layout is not torch.strided or value.dtype not in GRIDS or value.is_meta:
+        return None
+    t, (mantissa, smallest) = flat(value), GRIDS[value.dtype]
 
     def read(start: int, stop: int) -> Cells:
         x = t[start:stop].to(torch.promote_types(t.dtype, torch.float32))
@@ -133,9 +137,8 @@ def _stored(name: str, value: Any, entry: Mapping[str, Any]) -> Stored:
         table, largest = (entry[f"{part}{name[5:]}"] for part in ("qmap", "absmax"))
         run = next((run for run in RUNS if largest.numel() == -(-value.numel() // run)), value.numel())
         return Stored("8-bit table", coded(flat(value), table, flat(largest), run))
-    if type(value) in (Tensor, torch.nn.Parameter) and value.dtype in GRIDS:
-        return Stored(f"{dtype_name(value.dtype)}, to nearest", floats(flat(value)))
-    return Stored(type(value).__name__, None)
+    plain = floats(value)
+    return Stored(type(value).__name__ if plain is None else f"{dtype_name(value.dtype)}, to nearest", plain)
 
 
 def _flashoptim(codes: Tensor, scale: Tensor) -> Stored:

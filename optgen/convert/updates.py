@@ -56,7 +56,8 @@ class Rule(NamedTuple):
     def decay(self, state: str, group: Mapping[str, Any]) -> float | None:
         """Return the factor of a state in a step; None if it is not known."""
         option, place = DECAYS.get(state, ("", 0))
-        given = group.get(option, group.get("betas", ()) if option else ())  # bitsandbytes has betas alone
+        names = (option, f"adamw_{option}", "betas") if option else ()  # Muon's; bitsandbytes has betas alone
+        given = next((group[name] for name in names if name in group), ())
         given = given if isinstance(given, (tuple, list)) else (given,)
         last = UPDATES.get(self.name) is _sign and len(given) > 1 or self.name == "adan" and state == "exp_avg_sq"
         place = len(given) - 1 if last else place

@@ -180,8 +180,8 @@ class _Group:
         sums = {key: self.sums.setdefault((key, forms[key]), {}).setdefault(name, Counter()) for key in forms}
         reads: dict[str, Any] = {key: one.read for key, one in kept.items() if one.read is not None}
         for key, t in (("weight", p), ("gradient", p.grad)):
-            if _readable(t):
-                reads[key] = stored.floats(stored.flat(t))
+            if (read := stored.floats(t)) is not None:
+                reads[key] = read
         reads["weight"] = master or reads.get("weight")
         if reads["weight"] is not None:
             known, count = kept.keys() <= reads.keys(), stored.local(p).numel()
@@ -295,13 +295,6 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _readable(t: Any) -> bool:
-    """Return True for floats in memory, and not in a class of tensors that encodes them."""
-    t = stored.local(t)
-    plain = isinstance(t, Tensor) and t.layout is torch.strided and not hasattr(t, "__tensor_flatten__")
-    return plain and t.dtype in GRIDS and t.device.type != "meta"
-
-
 def _counts(**masks: Tensor) -> dict[str, float]:
     return {name: float(mask.sum()) for name, mask in masks.items()}
 
@@ -332,14 +325,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def predicted(spec: Spec, dtype: str, options: Mapping[str, Any], **settings: Any) -> tuple[list[Row], str]:
     """Return the rows of weights and states of a dtype that `stall.predict` gives, and what `lost_eps` says.
 
-    options  hyper-parameters by name; UserError for those that the rule does not have
+    options  hyper-parameters by name; UserError for those that the rule does not have, and out of their ranges
     """
-    known = {h.name: h.parts for h in spec.hypers}
+    known = {h.name: h for h in spec.hypers}
     for name, value in options.items():
-        if len(known.get(name, ())) != (len(value) if isinstance(value, list) else 1):
-            takes = ", ".join(f"{option} ({len(parts)})" for option, parts in known.items())
-            want = f"one of the options of {spec.name}, with their numbers: {takes}"
-            raise UserError("E411", option=f"--{name}", want=want, got=str(value))
+        try:
+            known[name].check(value, spec.name)
+        except (KeyError, TypeError, ValueError):
+            takes = ", ".join(f"{h.name} ({len(h.parts)}) {h.range}".rstrip() for h in known.values())
+            want = f"one of the options of {spec.name}, with their numbers and ranges: {takes}"
+            raise UserError("E411", option=f"--{name}", want=want, got=str(value)) from None
     found = stall.predict(spec, DTYPES[dtype], options, **settings)
     rows = [Row(0, name, f"{dtype}, to nearest", share) for name, share in found.items()]
     return rows, lost_eps({**spec.defaults, **options}.get("eps"), dtype_name(DTYPES[dtype]))
