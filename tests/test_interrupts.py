@@ -99,10 +99,14 @@ def at_line(step: Callable[[], Any], number: int = 0, does: Callable[[], None] =
 
 @pytest.fixture(autouse=True)
 def handled() -> Iterator[None]:
-    """Give SIGINT Python's own handler: processes that a shell starts in the background ignore it."""
+    """Give SIGINT Python's own handler: processes that a shell starts in the background ignore it.
+
+    What comes between the end of a `with torch.no_grad()` and its exit leaves gradients off, in any Python code.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+    torch.set_grad_enabled(True)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
