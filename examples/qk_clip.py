@@ -146,8 +146,9 @@ def run(steps: int, clipped: bool, tau: float = 30.0, plan: str = "int8_split24"
     model = Network()
     opt = optgen.make("muon", model, lr=0.1, weight_decay=0.0, plan=plan)
     clip = QKClip(opt, tau if clipped else 1e30)
-    for layer in model.layers:
-        clip.layer(layer, layer.q_proj, layer.k_proj)  # type: ignore[arg-type]
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            clip.layer(layer, layer.q_proj, layer.k_proj)
     largest, losses = [], []
     for step in range(steps):
         x = torch.randint(16, (32, 12), generator=torch.Generator().manual_seed(step)).repeat(1, 2)

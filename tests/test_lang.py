@@ -493,6 +493,18 @@ def test_a_spec_needs_no_torch_and_no_sympy() -> None:
     """)
 
 
+def test_matrices_are_not_checked_by_numbers_where_there_is_no_torch() -> None:
+    said = python("""
+        import sys, warnings
+        sys.modules["torch"] = None
+        from specs.soap import soap
+        with warnings.catch_warnings(record=True) as found:
+            soap.check()
+        print(*sorted({str(x.message) for x in found}), sep=", ")
+    """)
+    assert said == "torch is not installed: traits and halves of matrices are not checked by numbers\n"
+
+
 def test_settings_that_a_needed_hyper_parameter_rules_out_do_not_exist() -> None:
     both = [(s["nesterov"], s["has_momentum"]) for s in spec_of("sgd").settings()]
     assert sorted(both) == [(False, False), (False, True), (True, True)]

@@ -95,8 +95,9 @@ class Terminal:
                 self.error(WRONG_INPUT, str(error), as_fields(error))
             case Missing():
                 self.error(MISSING, f"missing: {error}")
-            case ModuleNotFoundError(name="hypothesis"):
-                self.error(MISSING, "missing: hypothesis, which this needs: pip install 'optgen[fuzz]'")
+            case ModuleNotFoundError(name="hypothesis" | "jinja2" | "sympy" | "torch" as name):
+                needed = "'optgen[fuzz]'" if name == "hypothesis" else name
+                self.error(MISSING, f"missing: {name}, which this needs: pip install {needed}")
             case KeyboardInterrupt():
                 self.error(INTERRUPTED, "interrupted")
             case BrokenPipeError():

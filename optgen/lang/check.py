@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -149,8 +150,12 @@ def _two_steps(
     spec: Spec, flags: Mapping[str, bool], of_sides: Sequence[StateDecl], checked: bool
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the states of two steps of a random matrix from random states that have their traits; fewer
-    where a decomposition fails.  Operands of functions of matrices are `checked`."""
-    import torch
+    where a decomposition fails, none without torch, with a warning. Operands of matrix functions are `checked`."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        warnings.warn("torch is not installed: traits and halves of matrices are not checked by numbers", stacklevel=2)
+        return
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -38,7 +38,7 @@ def check(buckets: Iterable[Bucket]) -> None:
 
 
 Parts = Sequence[tuple[Bucket, list[Tensor]]]
-"""What each of some buckets adds to a sum: of each of its tensors, a number."""
+"""Buckets, each with the numbers that its tensors add to a sum."""
 
 
 def total(values: Sequence[Tensor]) -> Tensor:
