@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 import optgen
 import optgen.optim
-from docs.tools import draw
+from docs.tools import budgets, draw
+from docs.tools.format_bounds import between
 from docs.tools.formulas import formulas
 from docs.tools.rule_page import rule_page
 from optgen.accumulate import accumulator
-from optgen.driver import judge
+from optgen.driver import cli, judge
 from optgen.driver.load import find_spec
 from optgen.formats import Plan
 from optgen.lang.plain import plain_formulas
@@ -179,6 +180,24 @@ def test_the_plan_of_ones_own_is_one_that_the_lint_lets_pass() -> None:
     exec(text, known)
     verdict = judge.judge(find_spec("adan"), known["mine"])
     assert [f for f in verdict.findings if f.severity == "error"] == []
+
+
+def test_the_format_of_ones_own_passes_and_a_bound_that_is_too_small_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts, whole = BLOCK.findall((ROOT / "docs" / "new-format.md").read_text(encoding="utf-8"))
+    Path("specs").mkdir()
+    for text, plan, code in ((parts, "first4", 0), (parts, "first7", 0), (whole, "mx8", 0),
+                             (whole.replace("Bound(1 / 64", "Bound(1 / 128"), "mx8", 1)):  # fmt: skip
+        Path("specs/plans.py").write_text(text, encoding="utf-8")
+        assert cli.main(["fuzz", "adamw", "--plan", plan, "-n", "10"]) == code
+    assert "outside its bound: exp_avg" in capsys.readouterr().err
+
+
+def test_the_tables_of_budgets_are_what_the_tool_writes() -> None:
+    text = (ROOT / "docs" / "budgets.md").read_text(encoding="utf-8")
+    assert between(text, budgets.text(), *budgets.MARKS) == text
 
 
 @functools.cache

@@ -235,13 +235,13 @@ def text() -> str:
     return filled("\n".join(lines))
 
 
-def between(document: str, inside: str) -> str:
+def between(document: str, inside: str, first: str = BEGIN, last: str = END) -> str:
     """Return the document with this text between its marks; SystemExit where it has none."""
-    before, mark, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, mark, rest = document.partition(first)
+    _, end, after = rest.partition(last)
     if not mark or not end:
-        raise SystemExit(f"{DOCUMENT.name}: expected the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{inside}\n{END}{after}"
+        raise SystemExit(f"expected the lines {first!r} and {last!r} in the document")
+    return f"{before}{first}\n{inside}\n{last}{after}"
 
 
 def main(given: Sequence[str] | None = None) -> int:
