@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench import cpu
-from tools.bench.race import BASE, Target
+from tools.bench.race import BASE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,9 +21,7 @@ RUN = [
 
 def test_a_run_on_the_cpu_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPTGEN_ISA", raising=False)
-    monkeypatch.setattr(cpu, "TARGETS", (Target("AdamW fp32", "2x64", 1e9),))
     assert cpu.main([*RUN, "--out", str(tmp_path)]) == 0
-    assert cpu.main([*RUN, "--out", str(tmp_path), "--strict"]) == 1
     path = tmp_path / "cpu-some-cpu.json"
     data = json.loads(path.read_text(encoding="utf-8"))
     assert {"device", "code_path", "cores", "date", "compiler", "packages"} <= set(data["machine"])
@@ -33,7 +31,8 @@ def test_a_run_on_the_cpu_writes_its_report(tmp_path: Path, monkeypatch: pytest.
         assert (base["name"], ours["name"], found["title"]) == (BASE, "AdamW fp32", title) and not found["left_out"]
         assert ours["speed"]["n"] == 2 and ours["moved"] == 28 and ours["ns_per_parameter"]["q1"] > 0
     text = path.with_suffix(".md").read_text(encoding="utf-8")
-    assert "## 2 tensors of 64, 1 thread" in text and "missed" in text
+    assert "## 2 tensors of 64, 1 thread" in text and "speed" in text
+    assert " ns " not in text and " us " not in text  # of a CPU's times only ratios are written
     for written in (path.read_text(encoding="utf-8"), text):
         assert str(tmp_path) not in written and str(ROOT) not in written
 

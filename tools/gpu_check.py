@@ -39,7 +39,7 @@ sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
 import torch  # noqa: E402
 
 from tools.bench import race  # noqa: E402
-from tools.bench.race import BASE, COPY, FLAGSHIP, Contender, Target  # noqa: E402
+from tools.bench.race import BASE, FLAGSHIP, Contender  # noqa: E402
 
 BUDGET, GRACE = 480.0, 60.0
 """Seconds after which a half starts nothing new, and those that a GPU which does not answer is waited for beyond."""
@@ -49,12 +49,6 @@ HUGE = "tests/test_cuda.py::test_a_tensor_of_more_than_2_to_the_31_elements"
 DRY = ("lion.fp32.float32", "adamw.int8_split24.bfloat16", "lamb.int8_split24.bfloat16")
 """Kernels that a dry run checks by default: of one sweep, with codes, of several."""
 
-TARGETS = (
-    Target(FLAGSHIP, "tensor", 0.88, COPY),
-    Target(FLAGSHIP, "tensor", 1.5, "FlashAdamW"),
-    Target(FLAGSHIP, "tensor", 2.0, BASE),
-    Target(FLAGSHIP, "gpt2", 6.0, "FlashAdamW"),
-)
 JOBS = 16  # processes that check: each has a CUDA context of about half a GiB, and compiles on one core
 
 
@@ -99,7 +93,7 @@ class Run:
         self.path: Path = asked.out / f"{race.slug(self.machine['device'])}_{self.machine['date']}.json"
         earlier, same = race.read(self.path), ("device", "date", "torch", "packages")
         kept = all(earlier.get("machine", {}).get(key) == self.machine[key] for key in same)
-        self.data: dict[str, Any] = earlier if kept else {"sections": {}, "targets": [], "missing": {}}
+        self.data: dict[str, Any] = earlier if kept else {"sections": {}, "missing": {}}
         self.data["machine"] = self.machine
 
     def say(self, text: str) -> None:
@@ -189,7 +183,6 @@ class Run:
         sections = self.data["sections"]
         if found["rows"] or f"{name}, 1" not in sections:  # where nothing was measured, what was found before stays
             sections[f"{name}, 1"] = found
-        self.data["targets"] = [t.judge(sections, ()) for t in TARGETS]
         self.save()
 
     def compile_ahead(self, names: Sequence[str]) -> None:

@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # generated/, specs/ and optgen/ of this checkout
 
 from tools import roofline  # noqa: E402
-from tools.prose import table as table_lines  # noqa: E402
+from tools.prose import packed  # noqa: E402
 
 TARGETS: Mapping[str, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -414,6 +414,7 @@ WATCHED: Sequence[tuple[str, str, str]] = (
 )
 WATCHED_ON = "sm_90"
 BASELINES = ROOT / "tests" / "baselines" / "kernel_stats.json"
+RECORD = ROOT / "docs" / "benchmarks" / "kernels.json"
 _POINTERS = {"table": "*i64", "work": "*i32", "step_key": "i32"}
 
 
@@ -663,13 +664,13 @@ def update(results: Mapping[str, Stats]) -> None:
     BASELINES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def markdown(results: Mapping[str, Stats]) -> str:
-    """The table of docs/kernels.md: sweeps against what memory leaves time for."""
+def record(results: Mapping[str, Stats]) -> dict[str, Any]:
+    """Return docs/benchmarks/kernels.json: sweeps against what memory leaves time for."""
     pipes = ("issue", "ALU", "FMA", "XU", "LSU")
     lists = {"many": (), "matrix": roofline.MATRIX, "GPT-2": roofline.GPT2}
-    head = ["sweep", "bytes", "instructions", *pipes, "registers"]
+    head = ["bytes", "instructions", *pipes, "registers"]
     head += [f"{card}, {name}" for name in lists for card in roofline.CARDS]
-    rows = []
+    rows = {}
     for name, s in results.items():
         kernel, target = name.split(" ")
         few = results.get(f"{kernel}_few {target}", s).cost
@@ -681,10 +682,10 @@ def markdown(results: Mapping[str, Stats]) -> str:
             (few if some else s.cost).share(card, s.bytes, some)
             for some in lists.values() for card in roofline.CARDS.values()
         ]  # fmt: skip
-        percent = (f"{100 * x:.0f}" for x in [busy.get(p, 0.0) for p in pipes])
-        numbers = (f"{s.bytes:.2f}", f"{s.cost.launched:.1f}", *percent, s.registers, *(f"{x:.2f}" for x in shares))
-        rows.append([kernel, *numbers])
-    return "\n".join(table_lines(head, rows))
+        percent = (round(100 * busy.get(p, 0.0)) for p in pipes)
+        numbers = (round(s.bytes, 2), round(s.cost.launched, 1), *percent, s.registers, *(round(x, 2) for x in shares))
+        rows[kernel] = [*numbers]
+    return {"triton": triton.__version__, "target": roofline.TARGET, "columns": head, "sweeps": rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -697,10 +698,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--watched", action="store_true", help=f"those of other formats, on {WATCHED_ON}")
     parser.add_argument("--update", action="store_true", help="write the chosen and watched kernels' as baselines")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--markdown", action="store_true", help="a table of --sweeps in Markdown")
+    parser.add_argument("--record", action="store_true", help=f"all --sweeps for {roofline.TARGET} into {RECORD.name}")
     asked = parser.parse_args(arguments)
-    if asked.markdown and not asked.sweeps:
-        parser.error("--markdown is for --sweeps: it has no column for targets, nor bytes of other kernels")
+    if asked.record and (asked.names or not asked.sweeps or asked.target != [roofline.TARGET]):
+        parser.error(f"--record is for --sweeps --target {roofline.TARGET}, without names")
     results: dict[str, Stats] = {}
     jobs: list[Callable[[], Iterable[Job]]] = [partial(sweeps, asked.names)] * asked.sweeps
     jobs += [chosen] * asked.chosen + [watched] * asked.watched
@@ -714,12 +715,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stats = results[f"{job.name} {target}"] = count(job, target)
             if asked.json:
                 print(json.dumps({"kernel": job.name, "triton": triton.__version__, **asdict(stats)}), flush=True)
-            elif not asked.markdown:
+            else:
                 print(job.name, stats, flush=True)
     if asked.update:
         update(results)
-    if asked.markdown:
-        print(markdown(results))
+    if asked.record:
+        RECORD.write_text(packed(record(results)), encoding="utf-8")
     return int(any(s.stack > 0 for s in results.values()))
 
 

@@ -2,7 +2,7 @@
 
     python -m tools.mutants --minutes 30      # test those that were not tested or noticed yet, room by room
     python -m tools.mutants --draw            # draw others for those whose line is gone
-    python -m tools.mutants --page            # write docs/mutants.md
+    python -m tools.mutants --page            # write docs/benchmarks/mutants.md
 
 Each is put into the module as it is imported, in a process forked from one that has imported torch and Triton: no file
 changes, so several may run beside each other, and beside work.  TESTS has the files that cover a room, the cheapest
@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT, SEEDED = ROOT / "tests" / "mutants.json", ROOT / "tests" / "seeded_defects.json"
-PAGE = ROOT / "docs" / "mutants.md"
+PAGE = ROOT / "docs" / "benchmarks" / "mutants.md"
 SEED, SECONDS = 20261127, 60
 RULES = {
     "texts": ("adamw", "came", "lion"),
@@ -301,7 +301,7 @@ def verdict(mutant: dict[str, Any] | None, room: str) -> dict[str, Any]:
 
 
 def page(results: dict[str, Any], mutants: list[dict[str, Any]]) -> str:
-    """Return docs/mutants.md."""
+    """Return docs/benchmarks/mutants.md."""
     lines = ["# Mutants", "", " ".join((__doc__ or "").split("\n\n")[2].split()), ""]
     lines += ["| room | drawn | tested | equivalent | noticed | of the others |", "|---|--:|--:|--:|--:|--:|"]
     rooms: dict[str, list[Any]] = {room: [] for room in TESTS}

@@ -3,8 +3,8 @@
     python -m docs.tools.draw                  all of them, in some minutes
     python -m docs.tools.draw memory pareto    only these
 
-`memory` comes from the formats, `pareto`, `training`, `evidence` and `curves` from docs/benchmarks, others from runs of
-optgen. The same packages draw the same bytes.
+`memory` comes from the formats, `pareto`, `kernels`, `training`, `evidence` and `curves` from docs/benchmarks, others
+from runs of optgen. The same packages draw the same bytes.
 """
 
 from __future__ import annotations
@@ -120,6 +120,24 @@ def pareto() -> Figure:
         axes[0].plot([], [], mark, color=colour, label=name)
     axes[0].legend(loc="upper right")
     axes[1].set_xlabel("bytes of both moments per parameter (fp32: 8)")
+    return drawn
+
+
+NAMED = [f"adamw.{plan}" for plan in ("fp32", "int8_split24", "flashoptim", "torchao8")] + ["lion.int8_split24"]
+
+
+def kernels() -> Figure:
+    """Draw the busiest pipe of each sweep, over the bytes that it moves, from kernels.json."""
+    found = json.loads((BENCHMARKS / "kernels.json").read_text(encoding="utf-8"))
+    at = found["columns"].index
+    drawn, ax = figure(640, 380)
+    for name, row in found["sweeps"].items():
+        point = row[at("bytes")], max(row[at("issue") : at("LSU") + 1])
+        ax.plot(*point, "o", color=BLUE if point[1] <= 100 else RED, markersize=7 if name in NAMED else 4)
+        ax.annotate(name if name in NAMED else "", point, (8, -3), textcoords="offset points", fontsize=9.5)
+    ax.axhline(100, color=INK, linewidth=1)
+    ax.set(title="Busiest pipe, % of the time that an H200's memory takes (predicted)", ylim=(0, None), xlim=(0, 33))
+    ax.set(xlabel="bytes that a sweep loads and stores per parameter")
     return drawn
 
 
@@ -360,7 +378,7 @@ def transfer() -> Figure:
 
 PICTURES: dict[str, Callable[[], Figure]] = {
     "memory": memory, "pareto": pareto, "training": training, "evidence": evidence, "curves": curves, "frozen": frozen,
-    "freeze": freeze, "length": length, "rounding": rounding, "singular": singular,
+    "kernels": kernels, "freeze": freeze, "length": length, "rounding": rounding, "singular": singular,
     "transfer": transfer,
 }  # fmt: skip
 

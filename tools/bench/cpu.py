@@ -5,8 +5,7 @@
     python -m tools.bench cpu --only int8 --sizes 3e7 --threads 1
 
 Peers are compared where they are installed (tools/bench/requirements.txt). Writes docs/benchmarks/cpu-<model>.json and
-.md after every section. The exit code is 0 whatever the times are, 1 where a target is missed under --strict, 2 for a
-wrong call.
+.md after every section. The exit code is 0 whatever the times are, 2 for a wrong call.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench import race
-from tools.bench.race import BASE, FLAGSHIP, Contender, Target
+from tools.bench.race import BASE, FLAGSHIP, Contender
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,24 +30,6 @@ QUICK = (BASE, "torch AdamW fused bf16", "AdamW fp32", FLAGSHIP, f"{FLAGSHIP}, a
 HOT, IN_A_ROW, GRAIN = 4_000_000, 20_000_000, 4096
 """Up to HOT elements, a turn has steps in a row, over IN_A_ROW in all: they find in the caches what the last left.
 Large sizes are multiples of GRAIN: other libraries quantize only what their blocks divide."""
-
-TARGETS = tuple(
-    Target(name, size, least, against, threads, needs)
-    for name, size, one, two, against, needs in (
-        (FLAGSHIP, "3e7", 1.3, 1.5, BASE, "avx512f"),
-        (f"{FLAGSHIP}, avx2", "3e7", 1.0, 1.2, BASE, "avx2"),
-        ("AdamW fp32", "3e7", 1.1, 1.1, BASE, ""),
-        ("AdamW fp32", "1e6", 1.5, 1.1, BASE, ""),
-        ("Lion int8_split24", "3e7", 1.5, 1.6, BASE, ""),
-        (FLAGSHIP, "148x512", 4.0, 6.0, BASE, ""),
-        (FLAGSHIP, "3e7", 1.1, 1.3, "DeepSpeedCPUAdam fp32", ""),
-        (FLAGSHIP, "3e7", 40.0, 40.0, "torchao AdamW8bit fp32", ""),
-        (FLAGSHIP, "3e7", 50.0, 50.0, "torchao AdamW4bit fp32", ""),
-        (FLAGSHIP, "3e7", 5.0, 5.0, "torchao AdamWFp8 fp32", ""),
-        (FLAGSHIP, "3e7", 40.0, 40.0, "bitsandbytes AdamW8bit fp32", ""),
-    )
-    for threads, least in ((1, one), (2, two))
-)
 
 
 def size(name: str) -> tuple[str, race.Shapes, int]:
@@ -96,7 +77,6 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=("cpp", "reference"), default="cpp", help="of the generated optimizers")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the reports")
     parser.add_argument("--name", default="", help="cpu-NAME.json and .md; none: the processor's model")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
     return parser.parse_args(given)
 
 
@@ -127,10 +107,9 @@ def main(given: Sequence[str] | None = None) -> int:
                 title, shapes, some, threads=count, rounds=rounds, steps=steps, copied=copied
             )
             data["sections"][f"{name}, {count}"] = found
-            data["targets"] = [t.judge(data["sections"], machine["vectors"]) for t in TARGETS]
             data["seconds"] = round(time.monotonic() - began, 1)
             race.save(path, data)
             race.write(path.with_suffix(".md"), race.markdown(data))
             say("\n".join(race.section_lines(found)))
     say(f"written: {path} and .md")
-    return int(asked.strict and any(t["verdict"] == "missed" for t in data["targets"]))
+    return 0

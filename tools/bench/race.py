@@ -1,4 +1,4 @@
-"""The shared parts of benchmarks: the machine, the contenders, rounds in which they take turns, targets and reports.
+"""The shared parts of benchmarks: the machine, the contenders, rounds in which they take turns, and reports.
 
 Contenders stand in memory beside each other and take turns, in a random order in every round. A ratio is the median of
 the rounds' own ratios: what slows a whole round down is in both of its times.
@@ -383,7 +383,8 @@ def section(
         say(f"{title}: {', '.join(name for name in lanes if name != COPY)}")
     order = [c.name for c in contenders]
     return {
-        "title": title, "tensors": len(shapes), "elements": numel, "threads": threads, "rounds": rounds,
+        "title": title, "device": device, "tensors": len(shapes), "elements": numel, "threads": threads,
+        "rounds": rounds,
         "rows": sorted(rows.values(), key=lambda r: order.index(r["name"])), "left_out": left_out,
         "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip
@@ -532,34 +533,6 @@ def run_races(
     return 0
 
 
-# Targets --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Target:
-    """A promise: `name` is at least so many times as fast as `against` (or moves that share of what copying moves).
-
-    needs  flag of the processor without which the promise is not given
-    """
-
-    name: str
-    section: str
-    least: float
-    against: str = BASE
-    threads: int = 1
-    needs: str = ""
-
-    def judge(self, sections: Mapping[str, Section], vectors: Sequence[str]) -> dict[str, Any]:
-        found = sections.get(f"{self.section}, {self.threads}", {})
-        row = next((r for r in found.get("rows", ()) if r["name"] == self.name), None)
-        measured = row and (row["of_copy"] if self.against == COPY else row["versus"].get(self.against))
-        if self.needs and self.needs not in vectors:
-            verdict = f"not promised without {self.needs}"
-        else:
-            verdict = "not measured" if not measured else "met" if measured["median"] >= self.least else "missed"
-        return {**self.__dict__, "measured": measured["median"] if measured else None, "verdict": verdict}
-
-
 # Reports --------------------------------------------------------------------------------------------------------------
 
 
@@ -593,38 +566,37 @@ def digits(value: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
 
 
+def quartiles(found: Mapping[str, float] | None) -> list[str]:
+    """Return the cells of a median and its quartiles."""
+    return [digits(found["median"]), f"{digits(found['q1'])} to {digits(found['q3'])}"] if found else ["", ""]
+
+
 def section_lines(found: Section) -> list[str]:
+    """Return a section's table; of a CPU's times, which its neighbours change, only ratios."""
     whole = found["tensors"] > 1
     unit = "us" if whole else "ns_per_parameter"
-    head = ("", "B kept", "B moved", "us per step" if whole else "ns per parameter", "quartiles", "speed", "of copy")
+    head = ["", "B kept", "B moved", "speed", "quartiles", "of copy"]
+    timed = found["device"] != "cpu"
+    head += ["us per step" if whole else "ns per parameter", "quartiles"] * timed
     rows = [
         [
-            r["name"], f"{r['kept']:.4g}", f"{r['moved']:.4g}", digits(r[unit]["median"]),
-            f"{digits(r[unit]['q1'])} to {digits(r[unit]['q3'])}", digits(r["speed"]["median"]) if r["speed"] else "",
-            f"{r['of_copy']['median']:.0%}" if r["of_copy"] else "",
+            r["name"], f"{r['kept']:.4g}", f"{r['moved']:.4g}", *quartiles(r["speed"]),
+            f"{r['of_copy']['median']:.0%}" if r["of_copy"] else "", *quartiles(r[unit]) * timed,
         ]
         for r in found["rows"]
     ]  # fmt: skip
     threads = f", {found['threads']} thread{'s' * (found['threads'] > 1)}" if found["threads"] else ""
     left_out = "; ".join(f"{name} ({why})" for name, why in found["left_out"].items())
-    lines = [f"## {found['title']}{threads}", "", *table(head, rows, (0, 4)), ""]
+    lines = [f"## {found['title']}{threads}", "", *table(head, rows, (0, 4, 7)), ""]
     return lines + ([f"Left out: {left_out}.", ""] if left_out else [])
 
 
 def markdown(data: Mapping[str, Any]) -> str:
-    """Return the report: the machine, what was checked, targets, and a table for each section."""
+    """Return the report: the machine, what was checked, and a table for each section."""
     machine_ = data["machine"]
     words = [f"{machine_['cores']} cores", f"load {machine_['load']:g} at the start", f"torch {machine_['torch']}"]
     words += [f"{name} {version}" for name, version in machine_["packages"].items()]
     lines = [f"# {machine_['device']}, {machine_['date']}", "", ", ".join(words) + ".", "", *data.get("checks", ())]
-    measured = [t for t in data["targets"] if t["measured"] is not None]
-    rows = [
-        [t["name"], t["against"], t["section"], str(t["threads"] or ""), f"{t['least']:g}", digits(t["measured"]),
-         t["verdict"]] for t in measured
-    ]  # fmt: skip
-    if measured:
-        head = ("target", "against", "tensors", "threads", "at least", "measured", "")
-        lines += ["## Targets", "", *table(head, rows, (0, 1, 2, 6)), ""]
     for found in data["sections"].values():
         lines += section_lines(found)
     missing = "; ".join(f"{name} ({why})" for name, why in data["missing"].items())
