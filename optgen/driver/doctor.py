@@ -11,7 +11,7 @@ from optgen.base import ready
 
 NEEDED = ("torch", "sympy", "jinja2")
 OPTIONAL = {
-    "hypothesis": "`optgen fuzz` needs it: pip install 'optgen[fuzz]'",
+    "hypothesis": "`optgen fuzz` needs it: pip install hypothesis",
     "triton": "without Triton optimizers step in eager PyTorch on GPUs: right, but slow",
 }
 

@@ -96,8 +96,7 @@ class Terminal:
             case Missing():
                 self.error(MISSING, f"missing: {error}")
             case ModuleNotFoundError(name="hypothesis" | "jinja2" | "sympy" | "torch" as name):
-                needed = "'optgen[fuzz]'" if name == "hypothesis" else name
-                self.error(MISSING, f"missing: {name}, which this needs: pip install {needed}")
+                self.error(MISSING, f"missing: {name}, which this needs: pip install {name}")
             case KeyboardInterrupt():
                 self.error(INTERRUPTED, "interrupted")
             case BrokenPipeError():
