@@ -38,9 +38,10 @@ from tools import write_types
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("precision", "checkpoints", "memory", "muon", "widths")))
-ELSEWHERE = ("@optimizer", "from generated import", "from mine import")
-"""The marks of blocks that stand in files, or need them."""
+NAMES = ("contract", "precision", "checkpoints", "memory", "muon", "widths")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
+ELSEWHERE = ("@optimizer", "from generated import", "from mine import", "torch.cuda")
+"""The marks of blocks that stand in files, or need them or a GPU."""
 
 
 class Model(nn.Module):
