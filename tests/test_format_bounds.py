@@ -1,4 +1,4 @@
-"""The tables of docs/formats.md are what the tool writes today, and say what they must."""
+"""The tables of docs/benchmarks/bounds.md are what the tool writes today, and say what they must."""
 
 import math
 

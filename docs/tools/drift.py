@@ -5,7 +5,7 @@
 
 The loss is tr(E' A E B) / 2, E = W - W*, of 64 x 64 matrices; A and B are symmetric with eigenvalues from 0.1 to 1.
 Every run sees gradients at its own weights and the same noise, N(0, 0.05^2).  lr falls to 0 along a cosine.  A distance
-is |W - W64| / |W64 - W0|, in Frobenius norms.  Prints the tables of docs/formats.md.
+is |W - W64| / |W64 - W0|, in Frobenius norms.  Prints the tables of docs/benchmarks/drift.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of docs/formats.md: every bound that is claimed of a format, beside what the format does.
+"""The tables of docs/benchmarks/bounds.md: every bound that is claimed of a format, beside what the format does.
 
     python -m docs.tools.format_bounds            writes them between their marks
     python -m docs.tools.format_bounds --check    says whether they are current
@@ -26,7 +26,7 @@ from torch import Tensor
 from tools.prose import filled, table
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = ROOT / "docs" / "formats.md"
+DOCUMENT = ROOT / "docs" / "benchmarks" / "bounds.md"
 BEGIN, END = "<!-- bounds: docs/tools/format_bounds.py -->", "<!-- end of bounds -->"
 BLOCKS = 600
 WIDTHS = (8, 6, 5, 4, 3, 2)
