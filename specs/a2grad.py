@@ -11,12 +11,12 @@ def a2grad(
     v=tensor_state(nonneg),
     v_avg=tensor_state(nonneg, when="exponential"),
     *,
-    lr=hyper(1.0, ge=0),
-    beta=hyper(10.0, ge=0),
-    lips=hyper(10.0, gt=0),
-    rho=hyper(0.5, ge=0, le=1),
-    incremental=flag(False),
-    exponential=flag(False),
+    lr=hyper(1.0, ge=0, doc="multiplies the paper's rate"),
+    beta=hyper(10.0, ge=0, doc="the weight of the gradients' variance in the rate"),
+    lips=hyper(10.0, gt=0, doc="the Lipschitz constant of the gradient, which bounds the rate"),
+    rho=hyper(0.5, ge=0, le=1, doc="the decay of the average of squares, by exponential"),
+    incremental=flag(False, doc="the paper's A2Grad-inc"),
+    exponential=flag(False, doc="the paper's A2Grad-exp"),
 ):
     """A2Grad-uni, or with `incremental` or `exponential` the paper's A2Grad-inc or A2Grad-exp.
 

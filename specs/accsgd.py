@@ -10,9 +10,9 @@ def accsgd(
     momentum_buffer=state(init="param"),
     *,
     lr=hyper(1e-3, ge=0),
-    kappa=hyper(1000.0, gt=0),
-    xi=hyper(10.0, gt=0),
-    constant=hyper(0.7, gt=0, lt=1),
+    kappa=hyper(1000.0, gt=0, doc="the ratio of the long step to the short one"),
+    xi=hyper(10.0, gt=0, doc="the advantage over SGD, at most the root of kappa"),
+    constant=hyper(0.7, gt=0, lt=1, doc="the paper's constant of .7"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """A running average of long steps, into which short ones are drawn; xi * constant^2 / kappa is at most 1."""

@@ -11,7 +11,10 @@ def acprop(
     exp_avg_var=state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    betas=hyper(
+        (0.9, 0.999), ge=0, lt=1,
+        doc="the decays of the averages of the gradient and of its squared distance from the first",
+    ),
     eps=hyper(1e-16, gt=0),
     weight_decay=hyper(0.0, ge=0),
 ):

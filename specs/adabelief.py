@@ -13,11 +13,14 @@ def adabelief(
     max_exp_avg_var=state(nonneg, when="amsgrad"),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    betas=hyper(
+        (0.9, 0.999), ge=0, lt=1,
+        doc="the decays of the averages of the gradient and of its squared distance from the first",
+    ),
     eps=hyper(1e-16, gt=0),
     weight_decay=hyper(0.0, ge=0),
     amsgrad=flag(False),
-    rectify=flag(False),
+    rectify=flag(False, doc="rectify the rate, as RAdam does"),
 ):
     """Adam whose second moment is the gradient's distance from its own average: small where it was expected.
 

@@ -14,11 +14,11 @@ def adabound(
     *,
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
-    final_lr=hyper(0.1, ge=0),
-    gamma=hyper(1e-3, gt=0),
+    final_lr=hyper(0.1, ge=0, doc="the rate of SGD, on which the bounds close in"),
+    gamma=hyper(1e-3, gt=0, doc="the speed at which the bounds close in"),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
-    amsbound=flag(False),
+    amsbound=flag(False, doc="divide by the largest second moment so far"),
 ):
     """Adam whose rate per element lies within bounds that close in on final_lr; with amsbound, AMSGrad's.
 

@@ -10,9 +10,9 @@ def adadelta(
     square_avg=state(nonneg),
     acc_delta=state(nonneg),
     *,
-    lr=hyper(1.0, ge=0),
-    rho=hyper(0.9, ge=0, le=1),
-    eps=hyper(1e-6, ge=0),
+    lr=hyper(1.0, ge=0, doc="a factor of the step; usual: 1"),
+    rho=hyper(0.9, ge=0, le=1, doc="the decay of both averages of squares"),
+    eps=hyper(1e-6, ge=0, doc="added under both roots"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """Steps in the units of the weight: the gradient times RMS(past steps) / RMS(gradients)."""

@@ -10,9 +10,9 @@ def adagrad(
     sum=state(nonneg, init="initial_accumulator_value"),
     *,
     lr=hyper(1e-2, ge=0),
-    lr_decay=hyper(0.0, ge=0),
+    lr_decay=hyper(0.0, ge=0, doc="the rate is lr / (1 + lr_decay * (step - 1))"),
     weight_decay=hyper(0.0, ge=0),
-    initial_accumulator_value=hyper(0.0, ge=0),
+    initial_accumulator_value=hyper(0.0, ge=0, doc="the first sum of squares"),
     eps=hyper(1e-10, ge=0),
 ):
     """The gradient divided by the root of the sum of all its squares."""

@@ -12,8 +12,10 @@ def adahessian(
     hessian=input(),
     *,
     lr=hyper(0.1, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
-    hessian_power=hyper(1.0, gt=0, le=1),
+    betas=hyper(
+        (0.9, 0.999), ge=0, lt=1, doc="the decays of the averages of the gradient and of the Hessian's squared diagonal"
+    ),
+    hessian_power=hyper(1.0, gt=0, le=1, doc="the power of the Hessian's diagonal that divides"),
     eps=hyper(1e-16, gt=0),
     weight_decay=hyper(0.0, ge=0),
 ):

@@ -27,10 +27,10 @@ def adalite(
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
     weight_decay=hyper(1e-2, ge=0),
-    g_norm_min=hyper(1e-10, gt=0),
-    ratio_min=hyper(1e-4, ge=0),
-    eps1=hyper(1e-6, gt=0),
-    eps2=hyper(1e-10, gt=0),
+    g_norm_min=hyper(1e-10, gt=0, doc="the least norm of a gradient"),
+    ratio_min=hyper(1e-4, ge=0, doc="the least ratio of the two norms"),
+    eps1=hyper(1e-6, gt=0, doc="added under the root of the second moment"),
+    eps2=hyper(1e-10, gt=0, doc="the least sum of second moments"),
     matrix=shape_flag(lambda shape: len(shape) >= 2),
 ):
     """Gradients get the length of the weight, but for one of one element.

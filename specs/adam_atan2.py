@@ -13,8 +13,8 @@ def adam_atan2(
     lr=hyper(1e-4, ge=0),
     betas=hyper((0.9, 0.99), ge=0, lt=1),
     weight_decay=hyper(0.0, ge=0),
-    out_scale=hyper(1.27, ge=0),
-    denom_scale=hyper(1.0, ge=0),
+    out_scale=hyper(1.27, ge=0, doc="the paper's a, a factor of the step"),
+    denom_scale=hyper(1.0, ge=0, doc="the paper's b, a factor of the second moment's root"),
 ):
     """The angle of the two averages, with decoupled weight decay; out_scale and denom_scale are the paper's a and b."""
     beta1, beta2 = betas

@@ -15,7 +15,7 @@ def adamc(
     betas=hyper((0.9, 0.999), ge=0, lt=1),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(1e-2, ge=0),
-    normalized=flag(True),
+    normalized=flag(True, doc="False for weights that no normalization follows: they decay as under AdamW"),
 ):
     """AdamW with a decay of lr^2 / (largest lr so far).
 

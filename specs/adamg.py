@@ -11,10 +11,12 @@ def adamg(
     v=state(nonneg),
     r=state(nonneg),
     *,
-    lr=hyper(1.0, ge=0),
-    betas=hyper((0.95, 0.999, 0.95), ge=0, lt=1),
-    numerator=hyper(0.2, gt=0),
-    exponent=hyper(0.24, gt=0),
+    lr=hyper(1.0, ge=0, doc="the largest rate; usual: 1"),
+    betas=hyper(
+        (0.95, 0.999, 0.95), ge=0, lt=1, doc="the decays of the gradient's, its square's and the numerator's averages"
+    ),
+    numerator=hyper(0.2, gt=0, doc="the paper's p"),
+    exponent=hyper(0.24, gt=0, doc="the paper's q"),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
 ):

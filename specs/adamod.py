@@ -13,7 +13,7 @@ def adamod(
     *,
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
-    beta3=hyper(0.999, ge=0, lt=1),
+    beta3=hyper(0.999, ge=0, lt=1, doc="the decay of the average of an element's rate"),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
 ):

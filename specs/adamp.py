@@ -14,8 +14,8 @@ def adamp(
     betas=hyper((0.9, 0.999), ge=0, lt=1),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    delta=hyper(0.1, ge=0),
-    wd_ratio=hyper(0.1, ge=0, le=1),
+    delta=hyper(0.1, ge=0, doc="the cosine below which a weight counts as scale-invariant"),
+    wd_ratio=hyper(0.1, ge=0, le=1, doc="the part of its decay that such a weight has"),
     nesterov=flag(False),
     projected=shape_flag(lambda shape: len(shape) >= 2),
 ):

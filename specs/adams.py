@@ -10,7 +10,7 @@ def adams(
     exp_avg=state(),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.95), ge=0, lt=1),
+    betas=hyper((0.9, 0.95), ge=0, lt=1, doc="the decays of the momentum and of its square's share in the divisor"),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.1, ge=0),
 ):

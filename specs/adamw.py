@@ -17,7 +17,7 @@ def adamw(
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(1e-2, ge=0),
     amsgrad=flag(False),
-    decouple_lr=flag(False),
+    decouple_lr=flag(False, doc="let the decay follow the schedule alone: weight_decay * lr / (largest lr so far)"),
 ):
     """Adam with decoupled weight decay.
 

@@ -13,10 +13,13 @@ def adan(
     prev_grad=state(),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.98, 0.92, 0.99), ge=0, lt=1),
+    betas=hyper(
+        (0.98, 0.92, 0.99), ge=0, lt=1,
+        doc="the decays of the averages of the gradient, of its change, and of the square of both",
+    ),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
-    no_prox=flag(False),
+    no_prox=flag(False, doc="decay before the step, as AdamW does"),
 ):
     """Momentum of the gradient and of its change, over the root of their combined second moment.
 

@@ -13,7 +13,7 @@ def adanorm(
     *,
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
-    r=hyper(0.95, ge=0, lt=1),
+    r=hyper(0.95, ge=0, lt=1, doc="the decay of the average of gradient norms"),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
 ):

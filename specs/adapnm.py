@@ -17,8 +17,8 @@ def adapnm(
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
     amsgrad=flag(True),
-    decoupled=flag(True),
-    beta0=hyper(1.0, ge=0),
+    decoupled=flag(True, doc="shrink the weight by lr * weight_decay, instead of adding the decay to the gradient"),
+    beta0=hyper(1.0, ge=0, doc="the weight of the older momentum, which is taken away"),
 ):
     """Adam or AMSGrad with a momentum of every other gradient less that of the others, which beta0 weighs."""
     beta1, beta2 = betas

@@ -12,10 +12,10 @@ def adashift(
     exp_avg_max=tensor_state(nonneg, when="reduce_max"),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
-    keep_num=hyper(10, ge=1, le=10, whole=True),
+    betas=hyper((0.9, 0.999), ge=0, lt=1, doc="the weight of older gradients, and the decay of the average of squares"),
+    keep_num=hyper(10, ge=1, le=10, whole=True, doc="the number of gradients that are kept"),
     eps=hyper(1e-10, gt=0),
-    reduce_max=flag(True),
+    reduce_max=flag(True, doc="one second moment per tensor, of the largest square"),
 ):  # fmt: skip
     """The mean of the last keep_num gradients, weighted by powers of beta1, over the root of the one before them.
 

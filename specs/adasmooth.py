@@ -12,7 +12,7 @@ def adasmooth(
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.5, 0.99), ge=0, lt=1),
+    betas=hyper((0.5, 0.99), ge=0, lt=1, doc="the least and the largest decay of the second moment"),
     eps=hyper(1e-6, gt=0),
     weight_decay=hyper(0.0, ge=0),
 ):

@@ -12,10 +12,13 @@ def ademamix(
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.999, 0.9999), ge=0, lt=1),
-    alpha=hyper(5.0, ge=0),
-    alpha_warmup=hyper(0.0, ge=0),
-    beta3_warmup=hyper(0.0, ge=0),
+    betas=hyper(
+        (0.9, 0.999, 0.9999), ge=0, lt=1,
+        doc="the decays of the gradient's, its square's and the slow momentum's averages",
+    ),
+    alpha=hyper(5.0, ge=0, doc="the weight of the slow momentum"),
+    alpha_warmup=hyper(0.0, ge=0, doc="steps over which alpha grows"),
+    beta3_warmup=hyper(0.0, ge=0, doc="steps over which the slow momentum's half-life grows"),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
 ):

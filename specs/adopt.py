@@ -12,10 +12,10 @@ def adopt(
     *,
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.9, 0.9999), ge=0, lt=1),
-    eps=hyper(1e-6, gt=0),
+    eps=hyper(1e-6, gt=0, doc="the least root that divides"),
     weight_decay=hyper(0.0, ge=0),
     decoupled_weight_decay=flag(False),
-    clipped=flag(True),
+    clipped=flag(True, doc="clip scaled gradients to (t - 1)^(1/4)"),
 ):
     """The gradient over the root of the second moment before it, clipped to (t - 1)^(1/4), then averaged.
 

@@ -12,8 +12,10 @@ def agd(
     max_exp_avg_sq=state(nonneg, when="amsgrad"),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
-    delta=hyper(1e-5, gt=0),
+    betas=hyper(
+        (0.9, 0.999), ge=0, lt=1, doc="the decays of the averages of the gradient and of its momentum's squared change"
+    ),
+    delta=hyper(1e-5, gt=0, doc="the least root that divides"),
     weight_decay=hyper(0.0, ge=0),
     amsgrad=flag(False),
 ):

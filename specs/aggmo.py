@@ -12,7 +12,7 @@ def aggmo(
     buffer3=state(),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.0, 0.9, 0.99), ge=0, lt=1),
+    betas=hyper((0.0, 0.9, 0.99), ge=0, lt=1, doc="the decays of the three momenta"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """The mean of three momenta under decays of their own."""

@@ -13,8 +13,11 @@ def aida(
     exp_avg_var=state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
-    xi=hyper(1e-20, gt=0),
+    betas=hyper(
+        (0.9, 0.999), ge=0, lt=1,
+        doc="the decays of the averages of the gradient and of the squared projected difference",
+    ),
+    xi=hyper(1e-20, gt=0, doc="added to squared lengths that divide a projection"),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
 ):

@@ -14,7 +14,7 @@ def ano(
     betas=hyper((0.92, 0.99), ge=0, lt=1),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    logarithmic_schedule=flag(False),
+    logarithmic_schedule=flag(False, doc="beta1 is 1 - 1 / log(t)"),
 ):
     """|g| over the root of Yogi's second moment, with the momentum's sign.
 

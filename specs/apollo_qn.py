@@ -12,12 +12,12 @@ def apollo_qn(
     update=state(),
     *,
     lr=hyper(0.01, ge=0),
-    beta=hyper(0.9, ge=0, lt=1),
+    beta=hyper(0.9, ge=0, lt=1, doc="the decay of the gradient's average"),
     eps=hyper(1e-4, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    belief=flag(False),
-    decoupled=flag(False),
-    stable=flag(False),
+    belief=flag(False, doc="the least |B| is the largest change of the gradient"),
+    decoupled=flag(False, doc="make the decay a part of the step"),
+    stable=flag(False, doc="make the decay over the mean divisor a part of the step"),
 ):
     """Momentum over |B|, or over .01 where that is less; the weak secant equation updates B along the last step.
 

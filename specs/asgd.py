@@ -12,9 +12,9 @@ def asgd(
     mu=scalar(1.0),
     *,
     lr=hyper(1e-2, ge=0),
-    lambd=hyper(1e-4, ge=0),
-    alpha=hyper(0.75, ge=0),
-    t0=hyper(1e6, ge=0),
+    lambd=hyper(1e-4, ge=0, doc="the decay of the weight and of the rate"),
+    alpha=hyper(0.75, ge=0, doc="the power by which the rate falls"),
+    t0=hyper(1e6, ge=0, doc="the step from which weights are averaged"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """SGD with a decaying rate, beside an average of the weights from step t0 on: the state ax, which no step reads."""

@@ -10,10 +10,10 @@ def bcos(
     m=state(),
     *,
     lr=hyper(1e-3, ge=0),
-    beta=hyper(0.9, ge=0, lt=1),
+    beta=hyper(0.9, ge=0, lt=1, doc="the decay of the momentum"),
     eps=hyper(1e-6, gt=0),
     weight_decay=hyper(0.1, ge=0),
-    simple_cond=flag(False),
+    simple_cond=flag(False, doc="estimate the second moment by a mean of two squares"),
 ):
     """The paper's BCOS-c: the second moment of the next momentum, given the last one, which begins as the gradient.
 

@@ -17,9 +17,12 @@ def came(
     exp_avg_res_col=col(nonneg, when="factored"),
     *,
     lr=hyper(2e-4, ge=0),
-    eps=hyper((1e-30, 1e-16), gt=0),
-    clip_threshold=hyper(1.0, gt=0),
-    betas=hyper((0.9, 0.999, 0.9999), ge=0, lt=1),
+    eps=hyper((1e-30, 1e-16), gt=0, doc="added to squares, and to squared distances"),
+    clip_threshold=hyper(1.0, gt=0, doc="the root mean square that an update is clipped to"),
+    betas=hyper(
+        (0.9, 0.999, 0.9999), ge=0, lt=1,
+        doc="the decays of the averages of updates, of squares, and of squared distances between the two",
+    ),
     weight_decay=hyper(0.0, ge=0),
     factored=shape_flag(lambda shape: len(shape) >= 2),
 ):

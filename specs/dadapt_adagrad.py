@@ -14,12 +14,12 @@ def dadapt_adagrad(
     d=model_state(nonneg, init="d0"),
     gsq_weighted=model_state(nonneg),
     *,
-    lr=hyper(1.0, ge=0),
-    momentum=hyper(0.0, ge=0, lt=1),
+    lr=hyper(1.0, ge=0, doc="a factor of the estimated rate; usual: 1"),
+    momentum=hyper(0.0, ge=0, lt=1, doc="the weight of the average in each step of the weights; 0 keeps none"),
     eps=hyper(1e-6, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    d0=hyper(1e-6, gt=0),
-    growth_rate=hyper(3e38, gt=0),
+    d0=hyper(1e-6, gt=0, doc="the first estimate of the distance"),
+    growth_rate=hyper(3e38, gt=0, doc="the factor by which the estimate grows at most in a step"),
 ):
     """The weight is its first value less a sum of gradients over a root of squares; momentum averages weights.
 

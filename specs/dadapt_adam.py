@@ -16,14 +16,16 @@ def dadapt_adam(
     d=model_state(nonneg, init="d0"),
     numerator_weighted=model_state(),
     *,
-    lr=hyper(1.0, ge=0),
+    lr=hyper(1.0, ge=0, doc="a factor of the estimated rate; usual: 1"),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    d0=hyper(1e-6, gt=0),
-    growth_rate=hyper(3e38, gt=0),
-    use_bias_correction=flag(False),
-    decouple=flag(True),
+    d0=hyper(1e-6, gt=0, doc="the first estimate of the distance"),
+    growth_rate=hyper(3e38, gt=0, doc="the factor by which the estimate grows at most in a step"),
+    use_bias_correction=flag(False, doc="Adam's bias corrections"),
+    decouple=flag(
+        True, doc="shrink the weight by the rate times weight_decay, instead of adding the decay to the gradient"
+    ),
 ):
     """The estimate d is one for the whole model: each group is in its sums with a rate of its own, lr.
 

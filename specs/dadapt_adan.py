@@ -16,13 +16,16 @@ def dadapt_adan(
     d=model_state(nonneg, init="d0"),
     gsq_weighted=model_state(nonneg),
     *,
-    lr=hyper(1.0, ge=0),
-    betas=hyper((0.98, 0.92, 0.99), ge=0, lt=1),
+    lr=hyper(1.0, ge=0, doc="a factor of the estimated rate; usual: 1"),
+    betas=hyper(
+        (0.98, 0.92, 0.99), ge=0, lt=1,
+        doc="the decays of the averages of the gradient, of its change, and of the square of both",
+    ),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.02, ge=0),
-    d0=hyper(1e-6, gt=0),
-    growth_rate=hyper(3e38, gt=0),
-    no_prox=flag(False),
+    d0=hyper(1e-6, gt=0, doc="the first estimate of the distance"),
+    growth_rate=hyper(3e38, gt=0, doc="the factor by which the estimate grows at most in a step"),
+    no_prox=flag(False, doc="decay before the step, as AdamW does"),
 ):
     """The estimate d is one for the whole model: each group is in its sums with a rate of its own, lr.
 

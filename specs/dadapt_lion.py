@@ -13,10 +13,10 @@ def dadapt_lion(
     d=model_state(nonneg, init="d0"),
     numerator_weighted=model_state(),
     *,
-    lr=hyper(1.0, ge=0),
-    betas=hyper((0.9, 0.99), ge=0, lt=1),
+    lr=hyper(1.0, ge=0, doc="a factor of the estimated rate; usual: 1"),
+    betas=hyper((0.9, 0.99), ge=0, lt=1, doc="the part of the average in the sign, and the decay of the average"),
     weight_decay=hyper(0.0, ge=0),
-    d0=hyper(1e-6, gt=0),
+    d0=hyper(1e-6, gt=0, doc="the first estimate of the distance"),
 ):
     """The estimate d is one for the whole model: each group is in its sums with a rate of its own, lr.
 

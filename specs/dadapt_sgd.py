@@ -14,11 +14,11 @@ def dadapt_sgd(
     g0_norm=model_state(nonneg),
     numerator_weighted=model_state(),
     *,
-    lr=hyper(1.0, ge=0),
-    momentum=hyper(0.0, ge=0, lt=1),
+    lr=hyper(1.0, ge=0, doc="a factor of the estimated rate; usual: 1"),
+    momentum=hyper(0.0, ge=0, lt=1, doc="the weight of the average in each step of the weights; 0 keeps none"),
     weight_decay=hyper(0.0, ge=0),
-    d0=hyper(1e-6, gt=0),
-    growth_rate=hyper(3e38, gt=0),
+    d0=hyper(1e-6, gt=0, doc="the first estimate of the distance"),
+    growth_rate=hyper(3e38, gt=0, doc="the factor by which the estimate grows at most in a step"),
     has_momentum=flag(nonzero="momentum"),
 ):
     """The estimate d is one for the whole model, and steps are relative to the norm of the first gradients.

@@ -14,10 +14,10 @@ def dion(
     q=low_rank_state("columns", orthogonal, rank="rank", when="matrix and not adamw"),  # nearly: rows of length 1
     *,
     lr=hyper(1e-2, ge=0),
-    mu=hyper(0.95, ge=0, lt=1),
-    betas=hyper((0.9, 0.95), ge=0, lt=1),
+    mu=hyper(0.95, ge=0, lt=1, doc="the part of the momentum's applied space that stays"),
+    betas=hyper((0.9, 0.95), ge=0, lt=1, doc="the betas of parameters that AdamW steps"),
     weight_decay=hyper(0.01, ge=0),
-    rank=hyper(768, ge=1, whole=True),
+    rank=hyper(768, ge=1, whole=True, doc="the rank of the step"),
     eps=hyper(1e-8, gt=0),
     adamw=flag(False),
     matrix=shape_flag(lambda shape: len(shape) >= 2),

@@ -11,9 +11,9 @@ def dog(
     rbar=model_state(nonneg),
     squares=model_state(nonneg),
     *,
-    lr=hyper(1.0, ge=0),
-    reps_rel=hyper(1e-6, gt=0),
-    eps=hyper(1e-8, gt=0),
+    lr=hyper(1.0, ge=0, doc="a factor of the estimated rate; usual: 1"),
+    reps_rel=hyper(1e-6, gt=0, doc="the first distance, relative to 1 + the norm of the weights"),
+    eps=hyper(1e-8, gt=0, doc="the first term of the sum of squares"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """The distance is the largest of the model from its first weights, and reps_rel * (1 + their norm) at first."""

@@ -11,8 +11,8 @@ def dowg(
     rbar=model_state(nonneg, init="reps"),
     squares=model_state(nonneg),
     *,
-    lr=hyper(1.0, ge=0),
-    reps=hyper(1e-4, gt=0),
+    lr=hyper(1.0, ge=0, doc="a factor of the estimated rate; usual: 1"),
+    reps=hyper(1e-4, gt=0, doc="the least distance"),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
 ):

@@ -12,7 +12,7 @@ def dual_adam(
     *,
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
-    switch_rate=hyper(0.01, gt=0),
+    switch_rate=hyper(0.01, gt=0, doc="the share of the inverse that a step takes away"),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
 ):

@@ -10,8 +10,8 @@ def focus(
     away=state(),
     *,
     lr=hyper(1e-2, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
-    gamma=hyper(0.1, ge=0, lt=1),
+    betas=hyper((0.9, 0.999), ge=0, lt=1, doc="the decays of the averages of the gradient and of the weights"),
+    gamma=hyper(0.1, ge=0, lt=1, doc="the weight of the pull to the average of weights"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """The sign of the momentum, and gamma times that of the way from the average of weights, which the decay shrinks.

@@ -11,10 +11,10 @@ def fsgdm(
     *,
     lr=hyper(0.1, ge=0),
     weight_decay=hyper(5e-4, ge=0),
-    c_scaling=hyper(0.033, gt=0),
-    v_coefficient=hyper(1.0, ge=0),
-    n_stages=hyper(300, ge=1, whole=True),
-    sigma=hyper(117000, ge=1, whole=True),
+    c_scaling=hyper(0.033, gt=0, doc="the speed at which the momentum grows"),
+    v_coefficient=hyper(1.0, ge=0, doc="a factor of the gradient"),
+    n_stages=hyper(300, ge=1, whole=True, doc="the number of stages"),
+    sigma=hyper(117000, ge=1, whole=True, doc="the number of steps of the run"),
 ):
     """The momentum is s / (s + c_scaling * sigma), with s the first step of the stage, one of n_stages of sigma steps.
 

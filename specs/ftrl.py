@@ -10,9 +10,9 @@ def ftrl(
     n=state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),
-    beta=hyper(0.0, ge=0),
-    lambda_1=hyper(0.0, ge=0),
-    lambda_2=hyper(0.0, ge=0),
+    beta=hyper(0.0, ge=0, doc="added to the root of the sum of squares"),
+    lambda_1=hyper(0.0, ge=0, doc="the L1 penalty"),
+    lambda_2=hyper(0.0, ge=0, doc="the L2 penalty"),
 ):
     """Adagrad's per-element rate, and an exact L1 penalty.
 

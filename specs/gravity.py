@@ -9,8 +9,8 @@ def gravity(
     v=state(),
     *,
     lr=hyper(0.01, ge=0),
-    alpha=hyper(0.01, ge=0),
-    beta=hyper(0.9, ge=0, le=1),
+    alpha=hyper(0.01, ge=0, doc="the first velocity's standard deviation, times lr"),
+    beta=hyper(0.9, ge=0, le=1, doc="the largest decay of the velocity"),
     starts=flag(first=True),
 ):
     """The first velocity is drawn, with a standard deviation of alpha / lr; it is 0 where that lr is 0."""

@@ -13,12 +13,12 @@ def grokfast_adamw(
     *,
     lr=hyper(1e-4, ge=0),
     betas=hyper((0.9, 0.99), ge=0, lt=1),
-    grokfast_alpha=hyper(0.98, ge=0, lt=1),
-    grokfast_lamb=hyper(2.0, ge=0),
-    grokfast_after_step=hyper(0, ge=0),
+    grokfast_alpha=hyper(0.98, ge=0, lt=1, doc="the decay of the slow gradient"),
+    grokfast_lamb=hyper(2.0, ge=0, doc="the weight of the slow gradient"),
+    grokfast_after_step=hyper(0, ge=0, doc="the step after which it is added"),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    normalize_lr=flag(True),
+    normalize_lr=flag(True, doc="divide the rate by 1 + grokfast_lamb"),
 ):
     """A moving average of gradients, which begins as the first, is added grokfast_lamb times.
 

@@ -11,9 +11,9 @@ def innaprop(
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),
-    alpha=hyper(0.1, ge=0),
-    beta=hyper(0.9, ge=0),
-    sigma=hyper(0.999, ge=0, lt=1),
+    alpha=hyper(0.1, ge=0, doc="the viscous friction"),
+    beta=hyper(0.9, ge=0, doc="the Hessian damping"),
+    sigma=hyper(0.999, ge=0, lt=1, doc="the decay of the average square"),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.01, ge=0),
 ):

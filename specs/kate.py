@@ -11,8 +11,8 @@ def kate(
     b_sq=state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),
-    delta=hyper(0.0, ge=0),
-    eps=hyper(1e-8, gt=0),
+    delta=hyper(0.0, ge=0, doc="the paper's eta, the weight of the squares in the numerator"),
+    eps=hyper(1e-8, gt=0, doc="added to the sum of squares at each step"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """The gradient over the sum of its squares, times a root that grows with it; delta is the paper's eta.

@@ -17,9 +17,9 @@ def lamb(
     betas=hyper((0.9, 0.999), ge=0, lt=1),
     eps=hyper(1e-6, gt=0),
     weight_decay=hyper(1e-2, ge=0),
-    min_norm=hyper(0.0, ge=0),
-    max_norm=hyper(3e38, gt=0),
-    grad_averaging=flag(True),
+    min_norm=hyper(0.0, ge=0, doc="the least norm of a weight"),
+    max_norm=hyper(3e38, gt=0, doc="the largest norm of a weight"),
+    grad_averaging=flag(True, doc="multiply gradients by 1 - beta1"),
 ):
     beta1, beta2 = betas
     exp_avg = beta1 * exp_avg + ((1 - beta1) * g if grad_averaging else g)

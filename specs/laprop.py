@@ -13,12 +13,12 @@ def laprop(
     max_exp_avg_sq=state(nonneg, when="amsgrad"),
     *,
     lr=hyper(4e-4, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    betas=hyper((0.9, 0.999), ge=0, lt=1, doc="the decays of the averages of scaled gradients and of squares"),
     eps=hyper(1e-15, gt=0),
     weight_decay=hyper(0.0, ge=0),
     amsgrad=flag(False),
-    centered=flag(False),
-    steps_before_using_centered=hyper(10, ge=0),
+    centered=flag(False, doc="divide by the deviation of gradients"),
+    steps_before_using_centered=hyper(10, ge=0, doc="steps before that"),
 ):
     """Adam with the two moments in the other order: the gradient is scaled first and averaged then.
 

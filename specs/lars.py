@@ -11,7 +11,7 @@ def lars(
     lr=hyper(0.1, ge=0),
     momentum=hyper(0.9, ge=0, lt=1),
     weight_decay=hyper(5e-4, ge=0),
-    trust_coefficient=hyper(1e-3, ge=0),
+    trust_coefficient=hyper(1e-3, ge=0, doc="the length of a step, relative to the weight's"),
     nesterov=flag(False),
     dampening=hyper(0.0),
 ):

@@ -10,7 +10,7 @@ def lion(
     exp_avg=state(),
     *,
     lr=hyper(1e-4, ge=0),
-    betas=hyper((0.9, 0.99), ge=0, lt=1),
+    betas=hyper((0.9, 0.99), ge=0, lt=1, doc="the part of the average in the sign, and the decay of the average"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """The sign of an interpolated momentum, with decoupled weight decay."""

@@ -10,10 +10,10 @@ def lion_k(
     exp_avg=state(),
     *,
     lr=hyper(1e-4, ge=0),
-    betas=hyper((0.9, 0.99), ge=0, lt=1),
-    e=hyper(1e-3, gt=0),
+    betas=hyper((0.9, 0.99), ge=0, lt=1, doc="the part of the average in the sign, and the decay of the average"),
+    e=hyper(1e-3, gt=0, doc="the size below which an element's step is less than lr"),
     weight_decay=hyper(0.0, ge=0),
-    huber=flag(False),
+    huber=flag(False, doc="Huber's function in place of the root"),
 ):
     """K(x) is the sum of sqrt(x^2 + e^2), or Huber's function with the bound e; as e goes to 0 both are Lion.
 

@@ -14,8 +14,10 @@ def madgrad(
     lr=hyper(1e-2, ge=0),
     momentum=hyper(0.9, ge=0, lt=1),
     weight_decay=hyper(0.0, ge=0),
-    eps=hyper(1e-6, ge=0),
-    decouple_decay=flag(False),
+    eps=hyper(1e-6, ge=0, doc="added to lr, and to the cube root that divides"),
+    decouple_decay=flag(
+        False, doc="shrink the weight by lr * weight_decay, instead of adding the decay to the gradient"
+    ),
     has_momentum=flag(nonzero="momentum"),
 ):
     """Dual averaging: from the starting point x0 along the weighted sum of all gradients.

@@ -15,7 +15,7 @@ def mars(
     betas=hyper((0.95, 0.99), ge=0, lt=1),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
-    gamma=hyper(0.025, ge=0),
+    gamma=hyper(0.025, ge=0, doc="the weight of the gradient's change"),
 ):
     """AdamW of c = g + gamma * beta1 / (1 - beta1) * (g - last g), shortened to length 1 where it is longer."""
     beta1, beta2 = betas

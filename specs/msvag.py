@@ -10,7 +10,7 @@ def msvag(
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-2, ge=0),
-    beta=hyper(0.9, gt=0, lt=1),
+    beta=hyper(0.9, gt=0, lt=1, doc="the decay of both averages"),
 ):
     """The momentum times m^2 / (m^2 + its variance), which is 1 at the first step and 0 where the momentum is."""
     exp_avg = beta * exp_avg + (1 - beta) * g

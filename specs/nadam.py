@@ -15,7 +15,7 @@ def nadam(
     betas=hyper((0.9, 0.999), ge=0, lt=1),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
-    momentum_decay=hyper(4e-3, ge=0),
+    momentum_decay=hyper(4e-3, ge=0, doc="the speed at which the momentum warms up"),
     decoupled_weight_decay=flag(False),
 ):
     """Adam with Nesterov momentum, whose coefficient mu warms up to beta1."""

@@ -23,9 +23,9 @@ def nero(
     scale=tensor_state(nonneg),
     *,
     lr=hyper(0.01, ge=0),
-    beta=hyper(0.999, ge=0, lt=1),
+    beta=hyper(0.999, ge=0, lt=1, doc="the decay of the average square of a neuron"),
     eps=hyper(1e-8, gt=0),
-    constraints=flag(True),
+    constraints=flag(True, doc="centre and normalize each row before the first step and after each"),
     matrix=shape_flag(lambda shape: len(shape) >= 2),
 ):
     """The gradient over the root of a neuron's average square, times the mean norm of neurons at the start.

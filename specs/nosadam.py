@@ -13,10 +13,10 @@ def nosadam(
     *,
     lr=hyper(1e-3, ge=0),
     beta1=hyper(0.9, ge=0, lt=1),
-    gamma=hyper(0.1, ge=0),
+    gamma=hyper(0.1, ge=0, doc="the power of k that the square of step k weighs less by"),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    bias_correction=flag(False),
+    bias_correction=flag(False, doc="the momentum's bias correction, of the authors' code"),
 ):
     """The second moment is the mean of the squares in which step k weighs k^-gamma (the paper's NosAdam-HH).
 

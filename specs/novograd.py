@@ -10,10 +10,10 @@ def novograd(
     exp_avg_sq=tensor_state(nonneg),
     *,
     lr=hyper(1e-2, ge=0),
-    betas=hyper((0.95, 0.98), ge=0, lt=1),
+    betas=hyper((0.95, 0.98), ge=0, lt=1, doc="the decays of the momentum and of the squared norm"),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    grad_averaging=flag(False),
+    grad_averaging=flag(False, doc="multiply gradients by 1 - beta1"),
 ):
     """The second moment is one number per tensor, the squared length of its gradient, and starts as the first one."""
     beta1, beta2 = betas

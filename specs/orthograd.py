@@ -10,7 +10,7 @@ def orthograd(
     momentum_buffer=state(when="has_momentum"),
     *,
     lr=hyper(1e-3, ge=0),
-    momentum=hyper(0.0, ge=0),
+    momentum=hyper(0.0, ge=0, doc="the decay of the momentum; 0 keeps none"),
     dampening=hyper(0.0),
     weight_decay=hyper(0.0, ge=0),
     nesterov=flag(False, needs="momentum", excludes="dampening"),

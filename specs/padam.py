@@ -16,7 +16,7 @@ def padam(
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
     amsgrad=flag(True),
-    partial=hyper(0.25, gt=0, le=0.5),
+    partial=hyper(0.25, gt=0, le=0.5, doc="the power of the second moment that divides"),
 ):
     """AMSGrad whose second moment has the power `partial` in place of the root.
 

@@ -14,8 +14,8 @@ def pid(
     lr=hyper(1e-3, ge=0),
     momentum=hyper(0.9, gt=0, lt=1),
     dampening=hyper(0.0, ge=0),
-    derivative=hyper(10.0, ge=0),
-    integral=hyper(5.0, ge=0),
+    derivative=hyper(10.0, ge=0, doc="the weight of the average change of the gradient"),
+    integral=hyper(5.0, ge=0, doc="the weight of the momentum"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """The gradient, its momentum (the integral) and the average of its changes (the derivative)."""

@@ -11,9 +11,11 @@ def pnm(
     neg_exp_avg=state(),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 1.0), ge=0, le=1),
+    betas=hyper(
+        (0.9, 1.0), ge=0, le=1, doc="the decay of the momenta, and the weight of the older one, which is taken away"
+    ),
     weight_decay=hyper(0.0, ge=0),
-    decoupled=flag(True),
+    decoupled=flag(True, doc="shrink the weight by lr * weight_decay, instead of adding the decay to the gradient"),
 ):
     """A momentum of every other gradient less that of the others; betas are the paper's beta1 and beta0."""
     beta1, beta0 = betas

@@ -11,7 +11,7 @@ def polargrad(
     momentum_buffer=state(normalized_by="exp_avg_sq"),
     exp_avg_sq=state(nonneg, when="not matrix or adamw"),
     *,
-    lr=hyper(0.02, ge=0),
+    lr=hyper(0.02, ge=0, doc="the learning rate of matrices"),
     weight_decay=hyper(0.0, ge=0),
     momentum=hyper(0.95, ge=0, lt=1),
     ns_coefficients=hyper("polar_express", series=True),

@@ -12,9 +12,11 @@ def qhadam(
     *,
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
-    nus=hyper((1.0, 1.0), ge=0, le=1),
+    nus=hyper((1.0, 1.0), ge=0, le=1, doc="the shares of the two averages"),
     weight_decay=hyper(0.0, ge=0),
-    decouple_weight_decay=flag(False),
+    decouple_weight_decay=flag(
+        False, doc="shrink the weight by lr * weight_decay, instead of adding the decay to the gradient"
+    ),
     eps=hyper(1e-8, ge=0),
 ):
     """Adam with means of the gradient, and of its square, and their averages; nus are the averages' shares."""

@@ -9,9 +9,9 @@ def qhm(
     p, g,
     momentum_buffer=state(),
     *,
-    lr=hyper(1.0, ge=0),
+    lr=hyper(1.0, ge=0, doc="the learning rate of an average gradient; usual: 1"),
     momentum=hyper(0.999, ge=0, lt=1),
-    nu=hyper(0.7, ge=0, le=1),
+    nu=hyper(0.7, ge=0, le=1, doc="the share of the average"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """A mean of the gradient and its average, of which nu is the average's share.

@@ -18,12 +18,14 @@ def radam_schedule_free(
     lr_max=scalar(0.0),
     *,
     lr=hyper(0.0025, ge=0),
-    betas=hyper((0.9, 0.999), gt=0, lt=1),
+    betas=hyper(
+        (0.9, 0.999), gt=0, lt=1, doc="the interpolation of gradients' place, and the decay of the average square"
+    ),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    r=hyper(0.0, ge=0),
-    weight_lr_power=hyper(2.0, ge=0),
-    silent_sgd_phase=flag(True),
+    r=hyper(0.0, ge=0, doc="the power of t that weighs the average"),
+    weight_lr_power=hyper(2.0, ge=0, doc="the power of the largest rate that weighs the average"),
+    silent_sgd_phase=flag(True, doc="make no steps before the rate can be rectified; False: steps of SGD"),
 ):
     """The rate is rectified as RAdam's, in the average's weights too; before, steps are 0, or SGD's.
 

@@ -16,11 +16,11 @@ def rmsprop(
     momentum_buffer=state(when="has_momentum"),
     *,
     lr=hyper(1e-2, ge=0),
-    alpha=hyper(0.99, ge=0),
+    alpha=hyper(0.99, ge=0, doc="the decay of the average square"),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
-    momentum=hyper(0.0, ge=0),
-    centered=flag(False),
+    momentum=hyper(0.0, ge=0, doc="the decay of the momentum; 0 keeps none"),
+    centered=flag(False, doc="divide by the deviation of gradients"),
     has_momentum=flag(nonzero="momentum"),
 ):
     """The gradient divided by the root of a running mean of its square."""

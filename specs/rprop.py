@@ -9,9 +9,9 @@ def rprop(
     prev=state(),
     step_size=state(nonneg),
     *,
-    lr=hyper(1e-2, ge=0),
-    etas=hyper((0.5, 1.2), gt=0),
-    step_sizes=hyper((1e-6, 50.0), ge=0),
+    lr=hyper(1e-2, ge=0, doc="the first step's size"),
+    etas=hyper((0.5, 1.2), gt=0, doc="the factors of a step after a turn, and without one"),
+    step_sizes=hyper((1e-6, 50.0), ge=0, doc="the least and the largest step"),
 ):
     """Only the sign of the gradient counts; each weight's step grows while the sign holds and shrinks when it turns.
 

@@ -13,10 +13,10 @@ def sadam(
     *,
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
-    sharpness=hyper(50.0, gt=0),
+    sharpness=hyper(50.0, gt=0, doc="the sharpness of the softplus that divides, the paper's beta"),
     weight_decay=hyper(0.0, ge=0),
     amsgrad=flag(False),
-    bias_correction=flag(False),
+    bias_correction=flag(False, doc="Adam's bias corrections, of the authors' code"),
 ):
     """The divisor is log(1 + exp(sharpness * x)) / sharpness, the paper's beta; it is at least log(2) / sharpness.
 

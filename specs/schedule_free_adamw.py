@@ -18,13 +18,15 @@ def schedule_free_adamw(
     lr_max=scalar(0.0),
     *,
     lr=hyper(0.0025, ge=0),
-    betas=hyper((0.9, 0.999), gt=0, lt=1),
+    betas=hyper(
+        (0.9, 0.999), gt=0, lt=1, doc="the interpolation of gradients' place, and the decay of the average square"
+    ),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    warmup_steps=hyper(0, ge=0),
-    r=hyper(0.0, ge=0),
-    weight_lr_power=hyper(2.0, ge=0),
-    compact=flag(False),
+    warmup_steps=hyper(0, ge=0, doc="steps over which the rate rises"),
+    r=hyper(0.0, ge=0, doc="the power of t that weighs the average"),
+    weight_lr_power=hyper(2.0, ge=0, doc="the power of the largest rate that weighs the average"),
+    compact=flag(False, doc="keep z - y in place of z, which takes fewer bits"),
 ):
     """Schedule-Free AdamW: no decay of the learning rate; the model is evaluated with an average of its weights.
 

@@ -17,12 +17,12 @@ def schedule_free_sgd(
     lr_max=scalar(0.0),
     *,
     lr=hyper(1.0, ge=0),
-    momentum=hyper(0.9, gt=0, lt=1),
+    momentum=hyper(0.9, gt=0, lt=1, doc="the interpolation of gradients' place"),
     weight_decay=hyper(0.0, ge=0),
-    warmup_steps=hyper(0, ge=0),
-    r=hyper(0.0, ge=0),
-    weight_lr_power=hyper(2.0, ge=0),
-    compact=flag(False),
+    warmup_steps=hyper(0, ge=0, doc="steps over which the rate rises"),
+    r=hyper(0.0, ge=0, doc="the power of t that weighs the average"),
+    weight_lr_power=hyper(2.0, ge=0, doc="the power of the largest rate that weighs the average"),
+    compact=flag(False, doc="keep z - y in place of z, which takes fewer bits"),
 ):
     """Schedule-Free SGD: no decay of the learning rate; the model is evaluated with an average of its weights.
 

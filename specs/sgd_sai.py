@@ -13,7 +13,7 @@ def sgd_sai(
     gsnr=tensor_state(nonneg),
     *,
     lr=hyper(1e-2, ge=0),
-    momentum=hyper(0.9, ge=0, lt=1),
+    momentum=hyper(0.9, ge=0, lt=1, doc="the decay of the momentum"),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.01, ge=0),
     starts=flag(first=True),

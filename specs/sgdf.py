@@ -14,8 +14,8 @@ def sgdf(
     betas=hyper((0.9, 0.999), ge=0, lt=1),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    of_average=flag(False),
-    root_gain=flag(False),
+    of_average=flag(False, doc="take the variance of the average, as the authors' code does"),
+    root_gain=flag(False, doc="take the root of the gain"),
 ):
     """The step is the average and the gradient's way from it times gain = variance / (variance + way^2).
 

@@ -8,8 +8,8 @@ from optgen.lang.policies import l2
 def sgld(
     p, g,
     *,
-    lr=hyper(1e-3, ge=0),
-    temperature=hyper(1.0, ge=0),
+    lr=hyper(1e-3, ge=0, doc="twice the step along the gradient, and the variance of the noise"),
+    temperature=hyper(1.0, ge=0, doc="a factor of the noise's variance"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """Half a step of lr down the energy, whose gradient is g (minus that of the log posterior of all data), and noise

@@ -10,7 +10,7 @@ def signum(
     momentum_buffer=state(when="has_momentum"),
     *,
     lr=hyper(1e-3, ge=0),
-    momentum=hyper(0.9, ge=0, lt=1),
+    momentum=hyper(0.9, ge=0, lt=1, doc="the decay of the momentum; 0 keeps none"),
     weight_decay=hyper(0.0, ge=0),
     has_momentum=flag(nonzero="momentum"),
 ):

@@ -10,7 +10,7 @@ def sngm(
     momentum_buffer=state(),
     *,
     lr=hyper(1e-2, ge=0),
-    momentum=hyper(0.9, ge=0, lt=1),
+    momentum=hyper(0.9, ge=0, lt=1, doc="the decay of the momentum"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """The gradient of the model is divided by its norm, and then summed."""

@@ -12,9 +12,11 @@ def sophia(
     hessian=input(),
     *,
     lr=hyper(6e-4, ge=0),
-    betas=hyper((0.96, 0.99), ge=0, lt=1),
-    gamma=hyper(0.01, gt=0),
-    eps=hyper(1e-12, gt=0),
+    betas=hyper(
+        (0.96, 0.99), ge=0, lt=1, doc="the decays of the averages of the gradient and of the Hessian's diagonal"
+    ),
+    gamma=hyper(0.01, gt=0, doc="a factor of the Hessian's diagonal"),
+    eps=hyper(1e-12, gt=0, doc="the least divisor"),
     weight_decay=hyper(0.0, ge=0),
     fresh=flag(fed="hessian"),
 ):

@@ -23,10 +23,10 @@ def spam(
     betas=hyper((0.9, 0.999), ge=0, lt=1),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    warmup_epoch=hyper(50, ge=1),
-    threshold=hyper(5000.0, gt=0),
-    grad_accu_steps=hyper(20, ge=1),
-    update_proj_gap=hyper(500, ge=2, whole=True),
+    warmup_epoch=hyper(50, ge=1, doc="steps over which the rate rises after a reset"),
+    threshold=hyper(5000.0, gt=0, doc="the square, in units of exp_avg_sq, that is clipped"),
+    grad_accu_steps=hyper(20, ge=1, doc="steps after a reset without clipping"),
+    update_proj_gap=hyper(500, ge=2, whole=True, doc="steps between two resets"),
 ):
     """Elements whose square is above threshold * exp_avg_sq are clipped to that, but for grad_accu_steps steps.
 

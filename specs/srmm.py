@@ -9,8 +9,8 @@ def srmm(
     mov_avg_grad=state(),
     *,
     lr=hyper(1e-2, ge=0),
-    beta=hyper(0.5, ge=0),
-    memory_length=hyper(100, ge=1, whole=True),
+    beta=hyper(0.5, ge=0, doc="the power by which newer gradients weigh less"),
+    memory_length=hyper(100, ge=1, whole=True, doc="steps after which weights begin anew"),
 ):
     """SGD along an average of gradients whose newest weighs (t mod memory_length + 1)^-beta, the first one 1.
 

@@ -11,7 +11,7 @@ def srsgd(
     *,
     lr=hyper(0.1, ge=0),
     weight_decay=hyper(0.0, ge=0),
-    restarting_iter=hyper(100, ge=2, whole=True),
+    restarting_iter=hyper(100, ge=2, whole=True, doc="steps after which the momentum begins anew"),
 ):
     """The momentum is (k - 1) / (k + 2), with k from 1 to restarting_iter - 1 and again from 1.
 

@@ -21,12 +21,12 @@ def stable_spam(
     betas=hyper((0.9, 0.999), ge=0, lt=1),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
-    gamma1=hyper(0.7, ge=0, lt=1),
-    gamma2=hyper(0.9, ge=0, lt=1),
-    gamma3=hyper(0.999, ge=0, lt=1),
-    update_proj_gap=hyper(1000, ge=1),
-    total_T=hyper(0, ge=0),
-    eta_min=hyper(0.5, ge=0, le=1),
+    gamma1=hyper(0.7, ge=0, lt=1, doc="the decay of the average norm"),
+    gamma2=hyper(0.9, ge=0, lt=1, doc="the decay of the average squared norm"),
+    gamma3=hyper(0.999, ge=0, lt=1, doc="the decay of the average largest element"),
+    update_proj_gap=hyper(1000, ge=1, doc="steps between two resets"),
+    total_T=hyper(0, ge=0, doc="steps over which beta1 and gamma1 fall; 0: they stay"),
+    eta_min=hyper(0.5, ge=0, le=1, doc="the part of them that is left"),
     anneals=flag(nonzero="total_T"),
 ):
     """StableSPAM: Adam of gradients whose spikes are clipped and whose norm is evened out, begun anew now and then.

@@ -14,7 +14,7 @@ def swats(
     *,
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
-    eps=hyper(1e-9, gt=0),
+    eps=hyper(1e-9, gt=0, doc="added to Adam's divisor, and the difference of rates at which SGD begins"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """The rate is Adam's step squared over its product with the gradient, summed over the model, and averaged.

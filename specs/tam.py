@@ -12,7 +12,7 @@ def tam(
     *,
     lr=hyper(1e-3, ge=0),
     momentum=hyper(0.9, ge=0, lt=1),
-    decay_rate=hyper(0.9, ge=0, lt=1),
+    decay_rate=hyper(0.9, ge=0, lt=1, doc="the decay of the average cosine of momentum and gradient"),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
 ):

@@ -10,7 +10,7 @@ def tiger(
     exp_avg=state(),
     *,
     lr=hyper(1e-3, ge=0),
-    beta=hyper(0.965, ge=0, lt=1),
+    beta=hyper(0.965, ge=0, lt=1, doc="the decay of the momentum"),
     weight_decay=hyper(0.01, ge=0),
 ):
     """The sign of the momentum, with decoupled weight decay: Lion with one beta."""

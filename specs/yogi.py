@@ -12,7 +12,7 @@ def yogi(
     *,
     lr=hyper(1e-2, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
-    initial_accumulator=hyper(1e-6, ge=0),
+    initial_accumulator=hyper(1e-6, ge=0, doc="the first second moment"),
     eps=hyper(1e-3, ge=0),
     weight_decay=hyper(0.0, ge=0),
 ):

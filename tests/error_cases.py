@@ -90,6 +90,7 @@ TEXTS = {
     "E111_uncalled": declared(f"p, g, m=state, *, {LR}"),
     "E112_range": declared("p, g, m=state(), *, lr=hyper(-1e-3, ge=0)"),
     "E113_class": "@optimizer\nclass Rule:\n    pass\n",
+    "E113_doc": declared('p, g, m=state(), *, lr=hyper(1e-3, ge=0, doc="the\\nrate")'),
     "E113_end": declared('p, g, m=state(), *, lr=hyper(1e-3, ge="0")'),
     "E113_fed": declared(f"p, g, x=input(), y=input(), *, {LR}, fresh=flag(fed=('x', 'y'))"),
     "E113_flags": declared(f"p, g, m=state(), *, {LR}, {', '.join(f'a{k}=flag()' for k in range(11))}"),

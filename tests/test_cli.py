@@ -11,6 +11,7 @@ import pytest
 
 import optgen
 import specs
+from optgen.base import errors
 from optgen.driver import cli, doctor, fuzz, load, terminal
 from tests.harness import python
 
@@ -74,6 +75,21 @@ def test_show(run: Run) -> None:
     assert [line for line in lines if line.startswith("-- codec of p: bf16 and 8 more bits")]
     assert "buffer exp_avg f32 elem state exp_avg rw" in lines
     assert {line.partition("block=")[2] for line in lines if line.startswith("program ")} == {"1", "64"}
+
+
+def test_explain_what_is_no_rule(run: Run) -> None:
+    """Each code of an error and of the lint, and each plan, in the place of a rule."""
+    said = {name: run("explain", name)[:2] for name in [*errors.TABLE, *load.plans(), "L1", "l9"]}
+    assert {code for code, _ in said.values()} == {0}
+    assert "declared with when=<when>" in said["E105"][1] and "8-bit signed blocks of 64" in said["int8_split24"][1]
+    assert said["l9"][1].startswith("finding L9 of the lint\n    a running maximum")
+    assert run("explain", "E999")[0] == 2
+
+
+def test_check_shows_findings_of_the_plans_asked_for(run: Run) -> None:
+    out = run("check", "lion")[1]
+    assert "discouraged under " in out and "L1 error" not in out and "under fp32: L11 warning" in out
+    assert "lion under bnb8: L1 error" in run("check", "lion", "--plan", "bnb8")[1]
 
 
 def test_explain(run: Run) -> None:
@@ -187,6 +203,7 @@ def test_list_by_pattern_in_plain_columns(run: Run) -> None:
     code, out, _ = run("list", "adam*")
     rows = [line.split() for line in out.splitlines()]
     assert code == 0 and out.isascii() and ["adamw", "AdamW"] in [row[:2] for row in rows]
+    assert "Adam with decoupled weight decay." in out
     assert {"lion", "fp32"}.isdisjoint(row[0] for row in rows if row)
     assert "adamw" in optgen.list("adam*") and optgen.list() == optgen.list_rules()
     assert "int8_split24" in run("list", "int8*")[1]
@@ -379,7 +396,7 @@ def test_a_file_that_may_not_be_read_is_named(project: Path, run: Run, monkeypat
     monkeypatch.setattr(Path, "read_bytes", refuse)
     assert run("explain", "mine") == (2, "", "error[E417]: specs/mine.py cannot be read: Permission denied\n")
     code, out, _ = run("list", "--json")
-    assert (code, [s["states"] for s in as_json(out)["specs"] if s["name"] == "mine"]) == (0, ["error E417"])
+    assert (code, [s["does"] for s in as_json(out)["specs"] if s["name"] == "mine"]) == (0, ["error E417"])
 
 
 def test_what_is_built_is_judged_and_printed_without_torch(tmp_path: Path) -> None:

@@ -55,5 +55,6 @@ def test_is_sound_and_short(name: str) -> None:
     spec.check()
     assert spec.name == name
     assert spec.cite and spec.doc
+    assert all(h.meaning for h in spec.hypers) and all(f.meaning for f in spec.flags if not f.derived), "doc="
     body = [n for n in spec.source.statements if not n.text.startswith(('"', "'"))]
     assert len(body) <= 30

@@ -271,6 +271,12 @@ def follows(names: tuple[str, ...], base: str, steps: int = 7) -> None:
             torch.testing.assert_close(got, WEIGHTS[0], rtol=2.0**-36, atol=2.0**-36)
 
 
+def test_arguments_of_wrappers_have_a_meaning() -> None:
+    for name in wrappers.__all__:
+        spec = find_spec(f"{name}(adamw)")
+        assert all(h.meaning for h in spec.hypers), name
+
+
 @pytest.mark.parametrize("base", ["adamw", "sgd"])
 @pytest.mark.parametrize("name", ORACLES)
 def test_a_wrapper_is_its_second_text(name: str, base: str) -> None:

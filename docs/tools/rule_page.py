@@ -149,11 +149,11 @@ def _arguments(spec: Spec) -> str:
     letters = _letters(spec)
     rows = [
         (code(h.name), ", ".join(letters[part] for part in h.parts), code(re.sub(r"\.0\b", "", str(h.default))),
-         escape(h.range))
+         escape(h.range), inline(h.meaning))
         for h in spec.hypers
     ]
-    rows += [(code(f.name), "", *_flag(f)) for f in spec.flags]
-    return table(("argument", "symbol", "default", "range"), rows)
+    rows += [(code(f.name), "", *_flag(f), inline(f.meaning)) for f in spec.flags]
+    return table(("argument", "symbol", "default", "range", "meaning"), rows)
 
 
 def _flag(flag: FlagDecl) -> tuple[str, str]:

@@ -12,7 +12,14 @@ from optgen.runtime.options.overrides import Given
 from optgen.runtime.layout.plans import PlanOption
 
 class Adafactor(Optimizer):
-    """A second moment kept as its row and column means; the step is relative to the size of the weight."""
+    """A second moment kept as its row and column means; the step is relative to the size of the weight.
+
+    lr            the largest relative step: a number, >= 0
+    beta2_decay   the power of t that 1 - beta2 falls by: a number, <= 0
+    eps           the least second moment's root, and the least size of a weight: 2 numbers, > 0
+    d             the root mean square that an update is clipped to: a number, >= 1
+    weight_decay  the weight decay: a number, >= 0
+    """
 
     def __init__(
         self, params: ParamsT,

@@ -12,7 +12,15 @@ from optgen.runtime.options.overrides import Given
 from optgen.runtime.layout.plans import PlanOption
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay."""
+    """Adam with decoupled weight decay.
+
+    lr            the learning rate: a number, >= 0
+    betas         the decays of the averages of the gradient and of its square: 2 numbers, >= 0, < 1
+    eps           added to the denominator, so that it is not 0: a number, >= 0
+    weight_decay  the weight decay: a number, >= 0
+    amsgrad       divide by the largest second moment so far: True or False
+    decouple_lr   let the decay follow the schedule alone: weight_decay * lr / (largest lr so far): True or False
+    """
 
     def __init__(
         self, params: ParamsT,

@@ -12,7 +12,15 @@ from optgen.runtime.options.overrides import Given
 from optgen.runtime.layout.plans import PlanOption
 
 class CAME(Optimizer):
-    """CAME: Adafactor's factored second moment, and a second factored one that says how far to trust the update."""
+    """CAME: Adafactor's factored second moment, and a second factored one that says how far to trust the update.
+
+    lr              the learning rate: a number, >= 0
+    eps             added to squares, and to squared distances: 2 numbers, > 0
+    clip_threshold  the root mean square that an update is clipped to: a number, > 0
+    betas           the decays of the averages of updates, of squares, and of squared distances between the two: 3
+                    numbers, >= 0, < 1
+    weight_decay    the weight decay: a number, >= 0
+    """
 
     def __init__(
         self, params: ParamsT,

@@ -11,14 +11,14 @@ from optgen.runtime.gpu.codecs import read
 def came_1_tile(PLAN: tl.constexpr, g, eps1, grad_scale, live, MASKED: tl.constexpr):
     """The terms of row_sum_for_exp_avg_sq_row, col_sum_for_exp_avg_sq_col."""
     g = grad_scale * g
-    square = g * g + eps1  # 28  square = g * g + eps1
+    square = g * g + eps1  # 31  square = g * g + eps1
     return (square,)
 
 
 @triton.jit
 def came_2_values(exp_avg_sq_row, row_sum_for_exp_avg_sq_row, extent_columns, beta2, one_minus_beta2):
     """The new exp_avg_sq_row; the terms of mat_sum_of_exp_avg_sq_row."""
-    # 30  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+    # 33  exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
     exp_avg_sq_row = beta2 * exp_avg_sq_row + one_minus_beta2 * tl.div_rn(row_sum_for_exp_avg_sq_row, extent_columns)
     return exp_avg_sq_row, exp_avg_sq_row
 
@@ -26,7 +26,7 @@ def came_2_values(exp_avg_sq_row, row_sum_for_exp_avg_sq_row, extent_columns, be
 @triton.jit
 def came_3_values(exp_avg_sq_col, col_sum_for_exp_avg_sq_col, extent_rows, beta2, one_minus_beta2):
     """The new exp_avg_sq_col, one_over_sqrt_exp_avg_sq_col_2."""
-    # 31  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+    # 34  exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
     exp_avg_sq_col = beta2 * exp_avg_sq_col + one_minus_beta2 * tl.div_rn(col_sum_for_exp_avg_sq_col, extent_rows)
     return exp_avg_sq_col, tl.div_rn(1.0, tl.sqrt_rn(exp_avg_sq_col))
 
@@ -50,7 +50,7 @@ def came_6_tile(
 ):
     """The terms of row_sum_of_update."""
     g = grad_scale * g
-    # 32  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+    # 35  update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
     update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2
     return (update * update,)
 
@@ -80,20 +80,20 @@ def came_9_tile(
     """The new exp_avg; the terms of row_sum_for_exp_avg_res_row, col_sum_for_exp_avg_res_col."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
     g = grad_scale * g
-    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 32
-    # 36  update = update / maximum(1.0, rms(update) / clip_threshold)
+    update = g * one_over_sqrt_row_div * one_over_sqrt_exp_avg_sq_col_2  # 35
+    # 39  update = update / maximum(1.0, rms(update) / clip_threshold)
     update = tl.div_rn(update, one_max_tensor_div)
-    # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
+    # 40  exp_avg = beta1 * exp_avg + (1 - beta1) * update
     exp_avg = beta1 * exp_avg + one_minus_beta1 * update
     update_sub = update - exp_avg
-    residual = update_sub * update_sub + eps2                            # 39  residual = (update - exp_avg) ** 2 + eps2
+    residual = update_sub * update_sub + eps2                            # 42  residual = (update - exp_avg) ** 2 + eps2
     return exp_avg, residual
 
 
 @triton.jit
 def came_10_values(exp_avg_res_row, row_sum_for_exp_avg_res_row, extent_columns, beta3, one_minus_beta3):
     """The new exp_avg_res_row; the terms of mat_sum_of_exp_avg_res_row."""
-    # 40  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
+    # 43  exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
     exp_avg_res_row = beta3 * exp_avg_res_row + one_minus_beta3 * tl.div_rn(row_sum_for_exp_avg_res_row, extent_columns)
     return exp_avg_res_row, exp_avg_res_row
 
@@ -101,7 +101,7 @@ def came_10_values(exp_avg_res_row, row_sum_for_exp_avg_res_row, extent_columns,
 @triton.jit
 def came_11_values(exp_avg_res_col, col_sum_for_exp_avg_res_col, extent_rows, beta3, one_minus_beta3):
     """The new exp_avg_res_col, one_over_sqrt_exp_avg_res_col_2."""
-    # 41  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
+    # 44  exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
     exp_avg_res_col = beta3 * exp_avg_res_col + one_minus_beta3 * tl.div_rn(col_sum_for_exp_avg_res_col, extent_rows)
     return exp_avg_res_col, tl.div_rn(1.0, tl.sqrt_rn(exp_avg_res_col))
 
@@ -125,10 +125,10 @@ def came_14_tile(
 ):
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
-    p = p * one_minus_lr_times_weight_decay  # 45  p = policies.decoupled(p, lr, weight_decay)
-    # 42  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
+    p = p * one_minus_lr_times_weight_decay  # 48  p = policies.decoupled(p, lr, weight_decay)
+    # 45  step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
     step = exp_avg * one_over_sqrt_row_div_2 * one_over_sqrt_exp_avg_res_col_2
-    p = p - lr * step                        # 46  p = p - lr * step
+    p = p - lr * step                        # 49  p = p - lr * step
     return (p,)
 
 
@@ -139,10 +139,10 @@ def came_no_factored_1_tile(
     """The terms of tensor_sum_of_update."""
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     g = grad_scale * g
-    square = g * g + eps1                                       # 28
-    # 34  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    square = g * g + eps1                                       # 31
+    # 37  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * square
-    update = g * tl.div_rn(1.0, tl.sqrt_rn(exp_avg_sq))         # 35  update = g * rsqrt(exp_avg_sq)
+    update = g * tl.div_rn(1.0, tl.sqrt_rn(exp_avg_sq))         # 38  update = g * rsqrt(exp_avg_sq)
     return (update * update,)
 
 
@@ -158,11 +158,11 @@ def came_no_factored_3_tile(
     exp_avg = read(exp_avg, PLAN.exp_avg)
     exp_avg_sq = read(exp_avg_sq, PLAN.exp_avg_sq)
     g = grad_scale * g
-    p = p * one_minus_lr_times_weight_decay                     # 45
-    square = g * g + eps1                                       # 28
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * square  # 34
-    update = g * tl.div_rn(1.0, tl.sqrt_rn(exp_avg_sq))         # 35
-    update = tl.div_rn(update, one_max_tensor_div)  # 36
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * update        # 37
-    p = p - lr * exp_avg                                        # 46
+    p = p * one_minus_lr_times_weight_decay                     # 48
+    square = g * g + eps1                                       # 31
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * square  # 37
+    update = g * tl.div_rn(1.0, tl.sqrt_rn(exp_avg_sq))         # 38
+    update = tl.div_rn(update, one_max_tensor_div)  # 39
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * update        # 40
+    p = p - lr * exp_avg                                        # 49
     return p, exp_avg, exp_avg_sq

@@ -27,7 +27,7 @@ def came_2_values(
     one_minus_beta2,
 ):
     """The new exp_avg_sq_row; the terms of mat_sum_of_exp_avg_sq_row."""
-    # 30
+    # 33
     exp_avg_sq_row = tl.fma(
         one_minus_beta2, grad_scale_times_grad_scale * row_sum_for_exp_avg_sq_row / extent_columns + eps1,
         beta2 * exp_avg_sq_row
@@ -41,7 +41,7 @@ def came_3_values(
     one_minus_beta2,
 ):
     """The new exp_avg_sq_col, one_over_sqrt_exp_avg_sq_col_2."""
-    # 31
+    # 34
     exp_avg_sq_col = tl.fma(
         one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_exp_avg_sq_col / extent_rows + eps1,
         beta2 * exp_avg_sq_col
@@ -125,7 +125,7 @@ def came_10_tile(
 ):
     """The new exp_avg; the terms of row_sum_for_exp_avg_res_row, col_sum_for_exp_avg_res_col."""
     g_mul = g * one_over_sqrt_exp_avg_sq_col_2
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, times(beta1, exp_avg, PLAN.exp_avg))  # 37
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, times(beta1, exp_avg, PLAN.exp_avg))  # 40
     row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
     return exp_avg, row_mul_3_fma
 
@@ -141,7 +141,7 @@ def came_10_sweep(
 @triton.jit
 def came_11_values(exp_avg_res_row, row_sum_for_exp_avg_res_row, extent_columns, eps2, beta3, one_minus_beta3):
     """The new exp_avg_res_row; the terms of mat_sum_of_exp_avg_res_row."""
-    # 40
+    # 43
     exp_avg_res_row = tl.fma(
         one_minus_beta3, row_sum_for_exp_avg_res_row / extent_columns + eps2, beta3 * exp_avg_res_row
     )
@@ -151,7 +151,7 @@ def came_11_values(exp_avg_res_row, row_sum_for_exp_avg_res_row, extent_columns,
 @triton.jit
 def came_12_values(exp_avg_res_col, col_sum_for_exp_avg_res_col, extent_rows, eps2, beta3, one_minus_beta3):
     """The new exp_avg_res_col, one_over_sqrt_exp_avg_res_col_2."""
-    # 41
+    # 44
     exp_avg_res_col = tl.fma(one_minus_beta3, col_sum_for_exp_avg_res_col / extent_rows + eps2, beta3 * exp_avg_res_col)
     return exp_avg_res_col, 1.0 / tl.sqrt(exp_avg_res_col)
 
@@ -185,8 +185,8 @@ def came_15_tile(
 ):
     """The new p."""
     exp_avg = read(exp_avg, PLAN.exp_avg)
-    p = one_minus_lr_times_weight_decay * p  # 45
-    p = tl.fma(minus(lr * one_over_sqrt_row_div_2), exp_avg * one_over_sqrt_exp_avg_res_col_2, p)  # 46
+    p = one_minus_lr_times_weight_decay * p  # 48
+    p = tl.fma(minus(lr * one_over_sqrt_row_div_2), exp_avg * one_over_sqrt_exp_avg_res_col_2, p)  # 49
     return (p,)
 
 
@@ -204,8 +204,8 @@ def came_no_factored_1_tile(
     MASKED: tl.constexpr,
 ):
     """The terms of tensor_sum_of_g."""
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 28
-    exp_avg_sq = tl.fma(one_minus_beta2, square, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 34
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 31
+    exp_avg_sq = tl.fma(one_minus_beta2, square, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 37
     g_mul = g * tl.rsqrt(exp_avg_sq)
     return (g_mul,)
 
@@ -235,15 +235,15 @@ def came_no_factored_3_tile(
     minus_lr, live, MASKED: tl.constexpr,
 ):
     """The new p, exp_avg, exp_avg_sq."""
-    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 28
-    exp_avg_sq = tl.fma(one_minus_beta2, square, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 34
-    # 37
+    square = tl.fma(grad_scale_times_grad_scale * g, g, eps1)  # 31
+    exp_avg_sq = tl.fma(one_minus_beta2, square, times(beta2, exp_avg_sq, PLAN.exp_avg_sq))  # 37
+    # 40
     exp_avg = tl.fma(
         one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g * tl.rsqrt(exp_avg_sq),
         times(beta1, exp_avg, PLAN.exp_avg)
     )
-    p = one_minus_lr_times_weight_decay * p                    # 45
-    p = tl.fma(minus_lr, exp_avg, p)                           # 46
+    p = one_minus_lr_times_weight_decay * p                    # 48
+    p = tl.fma(minus_lr, exp_avg, p)                           # 49
     return p, exp_avg, exp_avg_sq
 
 

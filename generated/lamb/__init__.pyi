@@ -12,7 +12,16 @@ from optgen.runtime.options.overrides import Given
 from optgen.runtime.layout.plans import PlanOption
 
 class LAMB(Optimizer):
-    """LAMB: Adam's direction, rescaled for each tensor to the length of its weights."""
+    """LAMB: Adam's direction, rescaled for each tensor to the length of its weights.
+
+    lr              the learning rate: a number, >= 0
+    betas           the decays of the averages of the gradient and of its square: 2 numbers, >= 0, < 1
+    eps             added to the denominator, so that it is not 0: a number, > 0
+    weight_decay    the weight decay: a number, >= 0
+    min_norm        the least norm of a weight: a number, >= 0
+    max_norm        the largest norm of a weight: a number, > 0
+    grad_averaging  multiply gradients by 1 - beta1: True or False
+    """
 
     def __init__(
         self, params: ParamsT,

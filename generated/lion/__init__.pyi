@@ -12,7 +12,12 @@ from optgen.runtime.options.overrides import Given
 from optgen.runtime.layout.plans import PlanOption
 
 class Lion(Optimizer):
-    """The sign of an interpolated momentum, with decoupled weight decay."""
+    """The sign of an interpolated momentum, with decoupled weight decay.
+
+    lr            the learning rate: a number, >= 0
+    betas         the part of the average in the sign, and the decay of the average: 2 numbers, >= 0, < 1
+    weight_decay  the weight decay: a number, >= 0
+    """
 
     def __init__(
         self, params: ParamsT,

@@ -12,7 +12,23 @@ from optgen.runtime.options.overrides import Given
 from optgen.runtime.layout.plans import PlanOption
 
 class Muon(Optimizer):
-    """Muon: momentum of a weight matrix, made orthogonal; AdamW for everything that is no matrix."""
+    """Muon: momentum of a weight matrix, made orthogonal; AdamW for everything that is no matrix.
+
+    lr               the learning rate of matrices; usual: 0.02, or AdamW's with match_rms_adamw: a number, >= 0
+    weight_decay     the weight decay: a number, >= 0
+    momentum         the decay of the momentum: a number, >= 0, < 1
+    ns_coefficients  the coefficients of Newton-Schulz: a triple, a list of them, or the name of a set
+    eps              added to the norm that Newton-Schulz divides by: a number, > 0
+    ns_steps         the rounds of Newton-Schulz: a whole number, None: that of ns_coefficients, >= 0, < 100
+    scale_floor      the least rows / columns under the root that scales a step: a number, >= 0
+    adamw_lr         the learning rate of parameters that AdamW steps: a number, >= 0; rises and falls with lr, and
+                     is lr with adamw=True
+    adamw_betas      the betas of parameters that AdamW steps: 2 numbers, >= 0, < 1
+    adamw_eps        the eps of parameters that AdamW steps: a number, > 0
+    nesterov         Nesterov's momentum: True or False
+    match_rms_adamw  scale by 0.2 sqrt(max(rows, columns)), so that rates of AdamW serve: True or False
+    adamw            True for a group that AdamW steps: True or False
+    """
 
     def __init__(
         self, params: ParamsT,

@@ -12,7 +12,14 @@ from optgen.runtime.options.overrides import Given
 from optgen.runtime.layout.plans import PlanOption
 
 class SGD(Optimizer):
-    """Stochastic gradient descent with (Nesterov) momentum and L2 weight decay."""
+    """Stochastic gradient descent with (Nesterov) momentum and L2 weight decay.
+
+    lr            the learning rate: a number, >= 0
+    momentum      the decay of the momentum; 0 keeps none: a number, >= 0
+    dampening     the share of the gradient that does not enter the momentum: a number
+    weight_decay  the weight decay: a number, >= 0
+    nesterov      Nesterov's momentum: True or False, not with momentum=0, not with dampening
+    """
 
     def __init__(
         self, params: ParamsT,

@@ -12,7 +12,16 @@ from optgen.runtime.options.overrides import Given
 from optgen.runtime.layout.plans import PlanOption
 
 class SOAP(Optimizer):
-    """SOAP: AdamW in the eigenbasis of Shampoo's factors; AdamW for everything that is no matrix."""
+    """SOAP: AdamW in the eigenbasis of Shampoo's factors; AdamW for everything that is no matrix.
+
+    lr                      the learning rate: a number, >= 0
+    betas                   the decays of the averages of the gradient and of its square: 2 numbers, >= 0, < 1
+    shampoo_beta            the decay of the factors: a number, >= 0, < 1
+    eps                     added to the denominator, so that it is not 0: a number, > 0
+    weight_decay            the weight decay: a number, >= 0
+    precondition_frequency  steps between two refreshes of the factors or bases: a whole number, >= 1
+    max_precond_dim         the longest side that has a factor of its own: a whole number, >= 1
+    """
 
     def __init__(
         self, params: ParamsT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -115,10 +116,11 @@ class ClassRow:
 
     @property
     def arguments(self) -> list[str]:
-        """A line for each argument of the rule's own: its name, and what it may be."""
-        rows = {h.name: described(h) for h in self.hypers} | {f.name: _described_flag(f) for f in self.switches}
-        width = max(map(len, rows), default=0)
-        return [f"{name:{width}}  {words}" for name, words in rows.items()]
+        """The lines about the rule's own arguments: name, meaning, and the values that the constructor takes."""
+        rows = {h: described(h) for h in self.hypers} | {f: _described_flag(f) for f in self.switches}
+        width = max((len(x.name) for x in rows), default=0)
+        lines = [f"{x.name:{width}}  {f'{x.meaning}: {words}' if x.meaning else words}" for x, words in rows.items()]
+        return [part for line in lines for part in textwrap.wrap(line, 112, subsequent_indent=" " * (width + 2))]
 
     @property
     def given(self) -> list[str]:

@@ -41,6 +41,9 @@ Arguments = tuple[tuple[str, dict[str, Any]], ...]
 
 COMMANDS: dict[str, tuple[Command, Arguments]] = {}
 SPEC: tuple[str, dict[str, Any]] = ("spec", {"metavar": "SPEC", "help": "a spec: its name, its file, or file.py:name"})
+TOPIC: tuple[str, dict[str, Any]] = (
+    "spec", {"metavar": "NAME", "help": "a spec, as `optgen list` names it; or a plan, E101, L2"},
+)  # fmt: skip
 SPECS: tuple[str, dict[str, Any]] = ("specs", {"metavar": "SPEC", "nargs": "*", "help": "specs; none: the project's"})
 PLANS: tuple[str, dict[str, Any]] = (
     "--plan", {"action": "append", "default": [], "help": "plans (repeatable; patterns allowed)"},
@@ -181,8 +184,8 @@ def list_(t: Terminal, given: Namespace) -> None:
     plans = [overview.of_plan(p) for name, p in load.plans().items() if name in names]
     t.result |= {"specs": specs, "plans": plans, "warnings": load.idle()}
     if specs:
-        made = [(r["name"], r["class"], r["states"], relative(r["file"]) if r["own"] else "") for r in specs]
-        t.show(table(("spec", "class", "states", "file, of this project"), made))
+        made = [(r["name"], r["class"], relative(r["file"]) if r["own"] else "", r["does"]) for r in specs]
+        t.show(table(("spec", "class", "file, of this project", "does"), made))
     if plans:
         rows = [(r["name"], r["bytes"], r["bytes_float32"], r["discouraged"], r["doc"]) for r in plans]
         t.show("\n" + table(("plan", "bf16*", "fp32*", "", ""), rows))
@@ -215,8 +218,8 @@ def check(t: Terminal, given: Namespace) -> None:
         t.show(f"{len(rows)} spec{' is' if len(rows) == 1 else 's are'} fine" if rows else NO_SPECS)
 
 
-def _tell_verdicts(t: Terminal, row: dict[str, Any], all_plans: bool) -> None:
-    """Show the plans of each verdict, and each finding once, with its plans: most plans share theirs with others."""
+def _tell_verdicts(t: Terminal, row: dict[str, Any], named: bool) -> None:
+    """Show the plans of each verdict, and the findings under the plans asked for and those that refuse, each once."""
     verdicts: dict[str, list[str]] = {}
     for name, verdict in row["plans"].items():
         verdicts.setdefault(verdict["verdict"], []).append(name)
@@ -225,12 +228,14 @@ def _tell_verdicts(t: Terminal, row: dict[str, Any], all_plans: bool) -> None:
     said: dict[str, list[str]] = {}
     for name, verdict in row["plans"].items():
         for finding in verdict["findings"]:
-            if all_plans or verdict["verdict"] in ("refused", "does not fit"):
+            if name in row["asked"] or verdict["verdict"] in ("refused", "does not fit"):
                 said.setdefault(finding, []).append(name)
     for finding, under in said.items():
         t.show(f"{row['name']} under {', '.join(under)}: {finding}")
     for note in row["notes"]:
         t.note(f"{row['name']}: {note}")
+    if named and "discouraged" in verdicts and not {*verdicts["discouraged"]} & {*row["asked"]}:
+        t.note(f"{row['name']}: `optgen check {row['name']} --plan PLAN` shows why a plan is discouraged")
 
 
 @command("show", *CASE)
@@ -247,11 +252,17 @@ def show(t: Terminal, given: Namespace) -> None:
         t.show(f"-- {title}\n{text.rstrip()}")
 
 
-@command("explain", *CASE)
+@command("explain", TOPIC, *CASE[1:])
 def explain(t: Terminal, given: Namespace) -> None:
-    """Explain memory, error bounds, traffic, sweeps and the lint's verdict."""
+    """Explain a rule under a plan (memory, error bounds, traffic, sweeps and the lint's verdict), or else a plan, an
+    error's code, a finding of the lint."""
     from optgen.driver import explain as e
+    from optgen.driver import topics
 
+    if topic := list(topics.lines(given.spec)):
+        t.result["text"] = topic
+        t.show("\n".join(topic))
+        return
     found, chosen = _pair(given.spec, given.plan)
     x = e.explain(found, chosen, _param(given.param), _flags(found, given.flag))
     t.result |= asdict(x) | {"traffic": x.traffic, "findings": [str(f) for f in x.findings], "verdict": x.verdict}

@@ -10,7 +10,7 @@ from optgen.base import ready
 from optgen.base.errors import UserError
 from optgen.driver import judge, load
 from optgen.driver.load import SpecEntry
-from optgen.driver.project import is_pattern
+from optgen.driver.project import DEFAULT_PLANS, is_pattern, read_config, wishes
 from optgen.formats.plan import Plan
 from optgen.lang.spec import Spec
 from optgen.ops import dtypes
@@ -23,9 +23,10 @@ def of_entry(entry: SpecEntry) -> dict[str, Any]:
     try:
         spec = load.find_spec(f"{entry.file}:{entry.name}")
     except UserError as error:
-        return row | {"class": "", "like": "", "states": f"error {error.code}", "cite": ""}
+        return row | {"class": "", "like": "", "does": f"error {error.code}", "states": "", "cite": ""}
     states = ", ".join([s.name for s in spec.states] + [s.name for s in spec.host_states])
-    return row | {"class": spec.class_name, "like": spec.like or "", "states": states, "cite": spec.cite}
+    does = spec.doc.partition("\n")[0]
+    return row | {"class": spec.class_name, "like": spec.like or "", "does": does, "states": states, "cite": spec.cite}
 
 
 def of_plan(plan: Plan) -> dict[str, Any]:
@@ -39,9 +40,10 @@ def of_plan(plan: Plan) -> dict[str, Any]:
 
 
 def check(names: Sequence[str], plans: Sequence[str]) -> tuple[list[dict[str, Any]], list[UserError]]:
-    """Return (a row per sound spec: its verdict under every plan, the errors of the others)."""
+    """Return (a row per sound spec: its verdict under every plan, and the plans asked for, by default those of the
+    build; the errors of the others)."""
     chosen = _chosen(plans) if plans else list(load.plans().values())
-    rows, errors = [], list[UserError]()
+    rows, errors, built = [], list[UserError](), _built()
     own = [f"{e.file}:{e.name}" for e in load.entries().values() if e.own]  # E412 comes before all others
     for name in names or own:
         try:
@@ -52,10 +54,19 @@ def check(names: Sequence[str], plans: Sequence[str]) -> tuple[list[dict[str, An
                 raise
             errors.append(error)
             continue
-        verdicts = {p.name: _verdict(spec, p) for p in chosen}
-        notes = [str(f) for f in lint.vectors(spec)]
-        rows.append({"name": spec.name, "file": spec.loc.file, "plans": verdicts, "notes": notes})
+        asked = [p.name for p in chosen] if plans else built.get(spec.name, list(DEFAULT_PLANS))
+        verdicts, notes = {p.name: _verdict(spec, p) for p in chosen}, [str(f) for f in lint.vectors(spec)]
+        row = {"name": spec.name, "file": spec.loc.file, "plans": verdicts, "asked": asked, "notes": notes}
+        rows.append(row)
     return rows, errors
+
+
+def _built() -> dict[str, list[str]]:
+    """Return the plans under which the project builds each of its specs."""
+    out: dict[str, list[str]] = {}
+    for wish in wishes(load.home(), read_config(load.home())):
+        out.setdefault(wish.spec, []).append(wish.plan)
+    return out
 
 
 def _chosen(names: Sequence[str]) -> list[Plan]:

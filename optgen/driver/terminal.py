@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -25,6 +27,11 @@ INTERNAL = 70
 INTERRUPTED = 130
 
 SCHEMA = 1  # of the JSON objects; grows when a field changes its meaning
+
+
+def _wrapped(line: str, width: int) -> str:
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 class Missing(Exception):
@@ -45,9 +52,13 @@ class Terminal:
         self.result: dict[str, Any] = {}
 
     def show(self, text: str) -> None:
-        """Show a part of the result, for people."""
-        if not self.as_json:
-            print(text)
+        """Show a part of the result, for people; a terminal gets long lines of text in several, indented."""
+        if self.as_json:
+            return
+        if sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns
+            text = "\n".join(line if "  " in line.strip() else _wrapped(line, width) for line in text.split("\n"))
+        print(text)
 
     def note(self, text: str) -> None:
         """Write a message to stderr, but under -q."""

@@ -289,7 +289,8 @@ def low_rank(inner: Spec, state: str, *, when: str, rank: int = 8, **fixed: bool
     )
     sides = [low_rank_state(side, rank=rank_name, when=when) for side in ("rows", "columns")]
     added = (StateDecl("", spaces.elem, False, when, 0.0, trait="residual"), *sides)
-    hyper = HyperDecl(rank_name, float(rank), ge=1, whole=True, parts=(rank_name,))
+    doc = f"the rank of the product that keeps a part of {state}"
+    hyper = HyperDecl(rank_name, float(rank), ge=1, whole=True, parts=(rank_name,), doc=doc)
     doc = f"{inner.class_name} with `{state}` kept as a product of rank {rank_name} and a residual."
     declared = (hyper, *(replace(s, name=name) for s, name in zip(added, parts, strict=True)))
     return _composed(changed, "low_rank", doc, inner.cite, declared, place, step, inside=inner)

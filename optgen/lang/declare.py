@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
+from optgen.base.names import is_text
 from optgen.lang.values import author_loc
 from optgen.ops import spaces
 from optgen.ops.spaces import Space
@@ -43,6 +44,27 @@ nonneg = Trait("nonneg")
 symmetric, orthogonal, triangular = Trait("symmetric"), Trait("orthogonal"), Trait("triangular")
 
 
+USUAL = {
+    "lr": "the learning rate",
+    "momentum": "the decay of the momentum",
+    "betas": "the decays of the averages of the gradient and of its square",
+    "beta1": "the decay of the average of the gradient",
+    "eps": "added to the denominator, so that it is not 0",
+    "weight_decay": "the weight decay",
+    "amsgrad": "divide by the largest second moment so far",
+    "nesterov": "Nesterov's momentum",
+    "dampening": "the share of the gradient that does not enter the momentum",
+    "decoupled_weight_decay": "shrink the weight by lr * weight_decay, instead of adding the decay to the gradient",
+    "adamw": "True for a group that AdamW steps",
+    "adamw_lr": "the learning rate of parameters that AdamW steps",
+    "adamw_betas": "the betas of parameters that AdamW steps",
+    "adamw_eps": "the eps of parameters that AdamW steps",
+    "ns_steps": "the rounds of Newton-Schulz",
+    "ns_coefficients": "the coefficients of Newton-Schulz",
+}
+"""The meaning of an argument of this name where its author gives no doc=."""
+
+
 @dataclass(frozen=True)
 class HyperDecl(Hyper):
     """A hyper-parameter as its author declares it, with the names of its scalars.
@@ -54,6 +76,12 @@ class HyperDecl(Hyper):
     parts: tuple[str, ...] = ()
     loc: Loc | None = None
     series: bool = False
+    doc: str = field(default="", compare=False)
+
+    @property
+    def meaning(self) -> str:
+        """The author's words on it, or the usual ones of its name; "" if there are none."""
+        return self.doc or USUAL.get(self.name, "")
 
     @property
     def divided(self) -> bool:
@@ -92,6 +120,12 @@ class FlagDecl(Flag):
 
     loc: Loc | None = None
     text: str = ""
+    doc: str = field(default="", compare=False)
+
+    @property
+    def meaning(self) -> str:
+        """The author's words on it, or the usual ones of its name; "" if there are none."""
+        return self.doc or USUAL.get(self.name, "")
 
 
 @dataclass(frozen=True)
@@ -162,6 +196,11 @@ def _finite(what: str, x: object, hint: str = "") -> float:
     if not math.isfinite(value):
         raise _refuse(f"{what} is a finite number, got {value:g}", hint)
     return value
+
+
+def _line(doc: object) -> None:
+    if not is_text(doc) or len(str(doc).splitlines()) > 1:
+        raise _refuse(f"doc= is one line of text, got {doc!r}", 'doc="the decay of the average"')
 
 
 def _state(
@@ -290,6 +329,7 @@ def hyper(
     whole: bool = False,
     scheduled: bool = False,
     lr_if: str = "",
+    doc: str = "",
 ) -> Any:
     """A constructor argument: a number, or a tuple of numbers that all obey the range; hyper(False) takes True and
     False, which are 1 and 0.
@@ -300,7 +340,9 @@ def hyper(
     scheduled  it rises and falls with lr: a step takes it times lr / (the lr that the group was made with)
     lr_if      the flag of groups whose rate it is: they take lr in its place, and are made with it as their lr if they
                have none of their own
+    doc        its meaning in one line, for help() and the pages; that of the usual names (lr, betas ...) is known
     """
+    _line(doc)
     if ge is not None and gt is not None or le is not None and lt is not None:
         raise _refuse("a range has one lower and one upper end", "give ge= or gt=, and le= or lt=")
     value: float | tuple[float, ...]
@@ -320,7 +362,7 @@ def hyper(
         value = default
     else:
         value = _finite("a hyper-parameter's default", default, "a number, or a tuple of numbers: hyper((0.9, 0.999))")
-    return HyperDecl("", value, ge, gt, le, lt, rounds_of, whole, scheduled, lr_if, series=series)
+    return HyperDecl("", value, ge, gt, le, lt, rounds_of, whole, scheduled, lr_if, series=series, doc=doc)
 
 
 def flag(
@@ -332,6 +374,7 @@ def flag(
     fed: str | None = None,
     needs: str | None = None,
     excludes: str | None = None,
+    doc: str = "",
 ) -> Any:
     """A static switch, a real bool while the spec is traced.
 
@@ -341,7 +384,9 @@ def flag(
     input x was fed, flag(fed="x and y") at those for which both were.
 
     needs, excludes  hyper-parameters without which, and with which, it must not be on: the constructor raises
+    doc              its meaning when it is True, in one line
     """
+    _line(doc)
     if not isinstance(default, bool):
         raise _refuse(f"a flag's default is True or False, got {default!r}", "")
     if fed is not None and not isinstance(fed, str):
@@ -349,7 +394,7 @@ def flag(
     follows = (nonzero is not None) + (every is not None) + first + (fed is not None)
     if follows - (first and every is not None) > 1 or follows and (needs or excludes or default):
         raise _refuse("a flag that follows something has nonzero=, fed=, or every= and first=, and nothing else", "")
-    return FlagDecl("", default, nonzero, needs=needs, excludes=excludes, every=every, first=first, fed=fed)
+    return FlagDecl("", default, nonzero, needs=needs, excludes=excludes, every=every, first=first, fed=fed, doc=doc)
 
 
 def shape_flag(holds: Callable[..., bool]) -> Any:

@@ -20,7 +20,10 @@ from optgen.lang.values import clip, floor, maximum, minimum, sign, sqrt, where
 
 
 @wrapper(cite="Pascanu et al. 2013, arXiv:1211.5063")
-def clipped(rule, p, g, *, max_norm=hyper(1.0, gt=0)):
+def clipped(
+    rule, p, g, *,
+    max_norm=hyper(1.0, gt=0, doc="the norm over all parameters that gradients are clipped to"),
+):
     """A rule with gradients clipped by their norm over all parameters: g * min(1, max_norm / (norm + 1e-6)).
 
     clip_grad_norm_ does so, but here the gradients in memory stay as they are.
@@ -29,14 +32,19 @@ def clipped(rule, p, g, *, max_norm=hyper(1.0, gt=0)):
 
 
 @wrapper(cite="Mikolov 2012, Statistical language models based on neural networks")
-def clipped_value(rule, p, g, *, max_value=hyper(1.0, gt=0)):
+def clipped_value(
+    rule, p, g, *,
+    max_value=hyper(1.0, gt=0, doc="the largest magnitude of an element"),
+):
     """A rule with every element of the gradients clipped to max_value, as clip_grad_value_ does."""
     return rule(p, clip(g, -max_value, max_value))
 
 
 @wrapper(cite="Brock et al. 2021, arXiv:2102.06171", matrix="first")
 def agc(
-    rule, p, g, *, agc_clip=hyper(0.01, gt=0), agc_eps=hyper(1e-3, gt=0),
+    rule, p, g, *,
+    agc_clip=hyper(0.01, gt=0, doc="the largest norm of a gradient, relative to its weights'"),
+    agc_eps=hyper(1e-3, gt=0, doc="the least norm of weights"),
     of_rows=shape_flag(lambda shape: len(shape) >= 2),
 ):  # fmt: skip
     """A rule with the gradient of each row, or of a vector, clipped to agc_clip times the norm of its weights (AGC).
@@ -49,8 +57,11 @@ def agc(
 
 @wrapper(cite="Wang et al. 2025, arXiv:2502.11034")
 def adagc(
-    rule, p, g, t, norm_avg=tensor_state(nonneg), *, agc_beta=hyper(0.98, ge=0, lt=1), lambda_abs=hyper(1.0, gt=0),
-    lambda_rel=hyper(1.05, gt=0), agc_steps=hyper(100, ge=1),
+    rule, p, g, t, norm_avg=tensor_state(nonneg), *,
+    agc_beta=hyper(0.98, ge=0, lt=1, doc="the decay of the average norm"),
+    lambda_abs=hyper(1.0, gt=0, doc="the norm that gradients are clipped to at first"),
+    lambda_rel=hyper(1.05, gt=0, doc="the largest norm, relative to the average"),
+    agc_steps=hyper(100, ge=1, doc="steps before the average counts"),
 ):  # fmt: skip
     """A rule with each tensor's gradient clipped to lambda_rel times the average norm of its clipped ones (AdaGC).
 
@@ -69,7 +80,9 @@ def adagc(
 @wrapper(cite="Kumar et al. 2025, arXiv:2504.02507")
 def zclip(
     rule, p, g, counted=model_state(nonneg), norm_mean=model_state(nonneg), norm_var=model_state(nonneg), *,
-    zclip_alpha=hyper(0.97, ge=0, lt=1), z_thresh=hyper(2.5, gt=0), zclip_steps=hyper(25, ge=1),
+    zclip_alpha=hyper(0.97, ge=0, lt=1, doc="the decay of the norm's mean and variance"),
+    z_thresh=hyper(2.5, gt=0, doc="the deviations above which a norm is an outlier"),
+    zclip_steps=hyper(25, ge=1, doc="steps that only measure"),
 ):  # fmt: skip
     """A rule with gradients clipped where their norm z over all parameters is an outlier (ZClip).
 
@@ -91,7 +104,10 @@ def zclip(
 
 
 @wrapper(cite="Yuan et al. 2024, arXiv:2411.10438, approximate", needs=("betas or momentum",))
-def mars(rule, p, g, t, last_grad=state(), *, gamma=hyper(0.025, ge=0)):
+def mars(
+    rule, p, g, t, last_grad=state(), *,
+    gamma=hyper(0.025, ge=0, doc="the weight of the gradient's change"),
+):
     """A rule of c = g + gamma * beta / (1 - beta) * (g - last g), shortened to length 1 where it is longer (MARS).
 
     beta is the first of the rule's betas, or its momentum.
@@ -125,8 +141,11 @@ def centralized(rule, p, g, *, of_rows=shape_flag(lambda shape: len(shape) >= 2)
 
 @wrapper(cite="Huang et al. 2025, arXiv:2501.06842", needs=("exp_avg_sq", "lr"))
 def spam_reset(
-    rule, p, g, t, *, spam_threshold=hyper(5000.0, gt=0), spam_k=hyper(500, ge=1), spam_warmup=hyper(150, ge=1),
-    spam_after=hyper(20, ge=1),
+    rule, p, g, t, *,
+    spam_threshold=hyper(5000.0, gt=0, doc="the square, in units of the second moment, that is clipped"),
+    spam_k=hyper(500, ge=1, doc="steps between two resets"),
+    spam_warmup=hyper(150, ge=1, doc="steps over which the rate rises after a reset"),
+    spam_after=hyper(20, ge=1, doc="steps after a reset without clipping"),
 ):  # fmt: skip
     """A rule that begins anew every spam_k steps, with spikes of the gradient clipped (SPAM).
 
@@ -201,7 +220,9 @@ def hyperball(rule, p, g, t, radius=tensor_state(nonneg), *, on_sphere=shape_fla
 
 @wrapper(cite="Zhang et al. 2019, arXiv:1907.08610")
 def lookahead(
-    rule, p, g, slow=state(init="param"), *, lookahead_k=hyper(5, ge=1), alpha=hyper(0.5, ge=0, le=1),
+    rule, p, g, slow=state(init="param"), *,
+    lookahead_k=hyper(5, ge=1, doc="steps between two steps of the slow weights"),
+    alpha=hyper(0.5, ge=0, le=1, doc="the part of the way that they go"),
     sync=flag(every="lookahead_k"),
 ):  # fmt: skip
     """Lookahead around a rule: every lookahead_k steps slow weights go alpha of the way to p, and p begins again there.
@@ -218,8 +239,11 @@ def lookahead(
 
 @wrapper(cite="Kallusky et al. 2025, arXiv:2510.15830")
 def snoo(
-    rule, p, g, slow=state(init="param"), outer_momentum=state(), *, snoo_k=hyper(20, ge=1),
-    snoo_rate=hyper(0.8, ge=0), snoo_mu=hyper(0.5, ge=0, lt=1), sync=flag(every="snoo_k"),
+    rule, p, g, slow=state(init="param"), outer_momentum=state(), *,
+    snoo_k=hyper(20, ge=1, doc="steps between two steps of the slow weights"),
+    snoo_rate=hyper(0.8, ge=0, doc="their learning rate"),
+    snoo_mu=hyper(0.5, ge=0, lt=1, doc="the decay of their momentum"),
+    sync=flag(every="snoo_k"),
 ):  # fmt: skip
     """SNOO around a rule: every snoo_k steps slow weights take a step of Nesterov's momentum, and p begins again there.
 
@@ -241,7 +265,8 @@ def average_with(p, ema_average, ema_keep):
 @wrapper(cite="Polyak & Juditsky 1992, SIAM J. Control Optim. 30", evaluate=average_with)
 def ema(
     rule, p, g, t, ema_average=state(init="param"), ema_keep=scalar(0.0), *,
-    ema_decay=hyper(0.999, ge=0, lt=1), ema_start=hyper(0, ge=0),
+    ema_decay=hyper(0.999, ge=0, lt=1, doc="the decay of the average of weights"),
+    ema_start=hyper(0, ge=0, doc="the step after which it begins"),
 ):  # fmt: skip
     """A rule whose model is evaluated with an exponential average of its weights.
 
@@ -254,7 +279,8 @@ def ema(
 
 @wrapper(cite="Izmailov et al. 2018, arXiv:1803.05407", evaluate=average_with)
 def averaged(
-    rule, p, g, t, ema_average=state(init="param"), ema_keep=scalar(0.0), *, average_start=hyper(0, ge=0),
+    rule, p, g, t, ema_average=state(init="param"), ema_keep=scalar(0.0), *,
+    average_start=hyper(0, ge=0, doc="the step after which weights are averaged"),
 ):  # fmt: skip
     """A rule whose model is evaluated with the mean of its weights after step average_start, taken in as by `ema`."""
     ema_average = average_with(p, ema_average, ema_keep)
@@ -276,8 +302,11 @@ def schedule_free_weights(p, z_offset, *, sf_beta):
 
 @wrapper(cite="Defazio et al. 2024, arXiv:2405.15682", needs=("lr",), evaluate=schedule_free_weights)
 def schedule_free(
-    rule, p, g, t, z_offset=state(), weight_sum=scalar(0.0), lr_max=scalar(0.0), *, sf_beta=hyper(0.9, gt=0, lt=1),
-    warmup_steps=hyper(0, ge=0), r=hyper(0.0, ge=0), weight_lr_power=hyper(2.0, ge=0),
+    rule, p, g, t, z_offset=state(), weight_sum=scalar(0.0), lr_max=scalar(0.0), *,
+    sf_beta=hyper(0.9, gt=0, lt=1, doc="the interpolation of gradients' place"),
+    warmup_steps=hyper(0, ge=0, doc="steps over which the rate rises"),
+    r=hyper(0.0, ge=0, doc="the power of t that weighs the average"),
+    weight_lr_power=hyper(2.0, ge=0, doc="the power of the largest rate that weighs the average"),
 ):  # fmt: skip
     """Schedule-Free around a rule: no decay of the learning rate; a model is evaluated with an average of its weights.
 
@@ -297,7 +326,11 @@ def gpa_weights(p, z_offset, *, mu_y):
 
 
 @wrapper(cite="Defazio et al. 2025, arXiv:2512.17131", evaluate=gpa_weights)
-def gpa(rule, p, g, z_offset=state(), *, mu_x=hyper(0.99, ge=0, lt=1), mu_y=hyper(0.9, gt=0, lt=1)):
+def gpa(
+    rule, p, g, z_offset=state(), *,
+    mu_x=hyper(0.99, ge=0, lt=1, doc="the decay of the average of weights"),
+    mu_y=hyper(0.9, gt=0, lt=1, doc="the interpolation of gradients' place"),
+):
     """Generalized primal averaging around a rule, whose gradients are taken at y = mu_y x + (1 - mu_y) z.
 
     The rule steps from z; x, the weights to evaluate with, keep mu_x of themselves and take the rest of z.
@@ -312,7 +345,9 @@ def nesterov_weights(p, change_avg, *, ahead):
 
 @wrapper(cite="modded-nanogpt, record 46 of track 3", evaluate=nesterov_weights)
 def ema_nesterov(
-    rule, p, g, change_avg=state(), went=scalar(0.0), *, ahead=hyper(0.3, ge=0), ahead_beta=hyper(0.99, ge=0, lt=1),
+    rule, p, g, change_avg=state(), went=scalar(0.0), *,
+    ahead=hyper(0.3, ge=0, doc="how far ahead gradients are taken, in average changes"),
+    ahead_beta=hyper(0.99, ge=0, lt=1, doc="the decay of the average change"),
 ):  # fmt: skip
     """A rule whose gradients are taken `ahead` times an average of its changes further on (EMA-Nesterov)."""
     start = p - went * change_avg
@@ -324,7 +359,10 @@ def ema_nesterov(
 # -- two gradients
 
 @optimizer(cite="Foret et al. 2021, arXiv:2010.01412")
-def uphill(p, g, *, rho=hyper(0.05, ge=0)):
+def uphill(
+    p, g, *,
+    rho=hyper(0.05, ge=0, doc="the length of the first step, up the gradient"),
+):
     """Weights that go rho along the gradient of all parameters, if its norm is a number."""
     size = model_norm(g)
     p = where(size < 3e38, p + rho * g / (size + 1e-12), p)
@@ -332,7 +370,10 @@ def uphill(p, g, *, rho=hyper(0.05, ge=0)):
 
 
 @optimizer(cite="Kwon et al. 2021, arXiv:2102.11600")
-def adaptive_uphill(p, g, *, rho=hyper(0.5, ge=0)):
+def adaptive_uphill(
+    p, g, *,
+    rho=hyper(0.5, ge=0, doc="the length of the first step, up the gradient"),
+):
     """Weights that go rho along the gradient of all parameters, each by its square."""
     size = model_norm(p * g)
     p = where(size < 3e38, p + rho * p * p * g / (size + 1e-12), p)
@@ -352,7 +393,10 @@ def asam(rule, p, g):
 
 
 @wrapper(cite="Zhuang et al. 2022, arXiv:2203.08065", ascent=uphill)
-def gsam(rule, p, g, first_grad=input(), *, alpha=hyper(0.4, ge=0, le=1)):
+def gsam(
+    rule, p, g, first_grad=input(), *,
+    alpha=hyper(0.4, ge=0, le=1, doc="the weight of the first gradient's other part"),
+):
     """A rule of SAM's second gradient, less alpha of the first one's part at right angles to it (GSAM)."""
     along = model_dot(first_grad, g) / (model_dot(g, g) + 1e-12)
     return rule(p, where(abs(along) < 3e38, g - alpha * (first_grad - along * g), g))
@@ -363,7 +407,10 @@ def gsam(rule, p, g, first_grad=input(), *, alpha=hyper(0.4, ge=0, le=1)):
 
 @wrapper(cite="Hägele et al. 2024, arXiv:2405.18392", needs=("lr",))
 def warmed_up(
-    rule, p, g, t, *, warmup_steps=hyper(1000, ge=0), total_steps=hyper(0, ge=0), cooldown_steps=hyper(0, ge=0),
+    rule, p, g, t, *,
+    warmup_steps=hyper(1000, ge=0, doc="steps over which rates rise"),
+    total_steps=hyper(0, ge=0, doc="the steps of the run"),
+    cooldown_steps=hyper(0, ge=0, doc="last steps, over which rates fall to 0"),
 ):  # fmt: skip
     """A rule with learning rates that rise for warmup_steps and fall to 0 in the last cooldown_steps of total_steps.
 

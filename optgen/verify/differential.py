@@ -35,6 +35,7 @@ from optgen.ops.dtypes import F32_UNIT, FROM_TORCH
 from optgen.ops.prims import MATRIX_OPS, PRIMS, REDUCTIONS
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import layout
+from optgen.runtime.optimizer import Optimizer
 from optgen.runtime.options.options import hypers_of
 from optgen.runtime.records.join import settled
 from optgen.runtime.records.keys import DRAW, stream_key
@@ -487,7 +488,7 @@ class Trial:
     def run(self, g: Tensor) -> None:
         """One step along the gradient g, of any float dtype."""
         self.param.grad = g.clone()
-        self.optimizer.step()
+        Optimizer.step(self.optimizer)  # also of a rule whose own step() takes a closure
 
     def check_step(self, storage: Storage, g: Tensor) -> Report:
         """One step, against the enclosure and the oracle that start from what is kept now.
