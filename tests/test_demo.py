@@ -1,11 +1,11 @@
-"""The demo's own parts: an honest sentence at the end, and the page of evidence."""
+"""The demo's own parts: an honest sentence at the end, and the pages of evidence."""
 
 import json
 import math
 
 import pytest
 
-from docs.tools import evidence
+from docs.tools import evidence, train_rules
 from tools import demo, demo_model
 
 
@@ -24,7 +24,8 @@ def test_the_sentence_follows_the_numbers() -> None:
     assert "more seeds are needed" in demo.difference(runs(1.1), runs(1.0)).sentence("x")
 
 
-def test_the_page_of_evidence_has_the_results_that_were_measured() -> None:
-    kept = json.loads(evidence.RECORD.read_text(encoding="utf-8"))
-    assert evidence.PAGE.read_text(encoding="utf-8").endswith(evidence.results(kept)), "run docs.tools.evidence --page"
+def test_pages_have_the_results_that_were_measured() -> None:
+    for tool in (tool for tool in (train_rules, evidence) if tool.RECORD.exists()):
+        kept, text = json.loads(tool.RECORD.read_text(encoding="utf-8")), tool.PAGE.read_text(encoding="utf-8")
+        assert text == tool.page(kept, text), f"run {tool.__name__} --page"
     assert {task.name: task.steps for task in evidence.TASKS}.items() <= kept["made"].items(), "of other tasks"

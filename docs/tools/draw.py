@@ -145,12 +145,10 @@ def training() -> Figure:
     """Draw the differences of losses to fp32 with their 95 % intervals, paired by seed, from training.json."""
     from docs.tools import train_rules as t
 
-    kept = json.loads((BENCHMARKS / "training.json").read_text(encoding="utf-8"))
-    parts = {
-        f"AdamW, {kept['plan_steps']} steps": [t.Verdict(**v) for v in kept["plans"]],
-        f"rules, int8_split24, {kept['steps']} steps": [t.Verdict(**v) for v in kept["verdicts"]],
-        f"matrix rules, SAM, Sophia, {kept['tuned_steps']} steps": t.tuned(kept["runs"], kept["tuned_seeds"]),
-    }
+    kept = json.loads(t.RECORD.read_text(encoding="utf-8"))
+    titles = {"rules": f"rules, int8_split24, {t.STEPS['fixed']} steps", "plans": f"AdamW, {t.STEPS['fixed']} steps"}
+    titles["tuned"] = f"matrix rules, SAM, Sophia, {t.STEPS['tuned']} steps"
+    parts = {titles[name]: verdicts for name, verdicts in t.parts(kept).items()}
     drawn, axes = figure(680, 60 + 21 * sum(map(len, parts.values())), 3, 1, sharex=True,
                          height_ratios=[len(v) + 1.5 for v in parts.values()])  # fmt: skip
     for ax, (title, verdicts) in zip(axes, parts.items(), strict=True):
@@ -213,9 +211,9 @@ def curves() -> Figure:
     from docs.tools import train_rules as t
 
     runs = json.loads(e.RECORD.read_text(encoding="utf-8"))["runs"]
-    kept = json.loads((BENCHMARKS / "training.json").read_text(encoding="utf-8"))
+    kept = json.loads(t.RECORD.read_text(encoding="utf-8"))
     parts = [(f"{task.name}, training loss", e.RULES, runs[task.name], 4, e.WINDOW) for task in e.TASKS]
-    parts.append(("the demo's model, validation loss", t.TUNED, kept["runs"], 2, kept["tuned_steps"] // 8))
+    parts.append(("the demo's model, validation loss", t.TUNED, kept["tuned"], 2, t.STEPS["tuned"] // 8))
     drawn, axes = figure(760, 880, 3, 2)
     for ax, (title, rules, found, head, every) in zip(axes.flat, parts, strict=False):
         for rule in (rule for rule in rules if rule.name in TRAINED):
@@ -238,6 +236,32 @@ def curves() -> Figure:
     axes[2, 1].legend(loc="center")
     axes[2, 1].set_axis_off()
     drawn.supxlabel("step", fontsize=11)
+    return drawn
+
+
+def language_model() -> Figure:
+    """Draw training losses of language_model.json, and their differences to fp32, as means over seeds."""
+    from docs.tools import language_model as model
+
+    kept = model.load()
+    rules = [(r, lr) for r, lr, _ in model.found_rates(kept) if model.pairs(kept, r.name, "fp32", lr)]
+    if not rules:
+        raise SystemExit(f"draw: {model.RECORD} has no run yet")
+    drawn, axes = figure(760, 560, 2, len(rules), sharex=True, sharey="row", squeeze=False)
+    colours = {model.CONTROL: INK, "int8_split24": BLUE, "int4_split24": ORANGE, "flashoptim": GREEN}
+    for (top, below), (rule, lr) in zip(axes.T, rules, strict=True):
+        for plan, colour in {"fp32": RED, **colours}.items():
+            if found := model.pairs(kept, rule.name, plan, lr):
+                losses = np.mean([[run["train"] for run in both] for both in found], 0)
+                points = losses.reshape(2, -1, model.EVERY // model.WINDOW).mean(2)
+                at = model.EVERY * np.arange(1, 1 + len(points[0]))
+                top.plot(at, points[1], color=colour)
+                below.plot(at, points[1] - points[0], color=colour, label=plan)
+        top.set(title=f"{rule.name}: training loss")
+        below.set(title="minus fp32, same seeds and batches", xlabel="step")
+    axes[0, 0].set_ylabel("nats per token")
+    axes[1, 0].set_ylabel("nats per token")
+    drawn.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return drawn
 
 
@@ -379,7 +403,7 @@ def transfer() -> Figure:
 PICTURES: dict[str, Callable[[], Figure]] = {
     "memory": memory, "pareto": pareto, "training": training, "evidence": evidence, "curves": curves, "frozen": frozen,
     "kernels": kernels, "freeze": freeze, "length": length, "rounding": rounding, "singular": singular,
-    "transfer": transfer,
+    "transfer": transfer, "language_model": language_model,
 }  # fmt: skip
 
 

@@ -5,13 +5,12 @@
 
 Needs scikit-learn and bitsandbytes.  What was cut off goes on; runs of another processor, other versions or numbers of
 steps are deleted first.  Runs that are made now keep their curves, too: to have that of an older one, delete it.  The
-page's text above RESULTS is written by hand.
+page's tables are written here, its text by hand.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import platform
@@ -30,18 +29,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from docs.tools.train_rules import ADAMW, Rule, Verdict, key_of, make, rate_found
+from docs.tools.train_rules import ADAMW, Rule, Verdict, key_of, make, rate_found, with_table
 from tools.bench.race import cpu_model
-from tools.demo import mean_and_interval, mean_and_spread
+from tools.demo import mean_and_spread
 from tools.demo_model import LanguageModel, Size, batches, corpus, rate, split, stored_bytes
-from tools.prose import filled, packed, table
+from tools.prose import packed, table
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD, PAGE, RESULTS = ROOT / "docs/benchmarks/evidence.json", ROOT / "docs/evidence.md", "## Results\n"
+RECORD, PAGE = ROOT / "docs/benchmarks/evidence.json", ROOT / "docs/evidence.md"
+HEADINGS = "Four small tasks", "Losses in fp32"  # of the sections whose tables are written here
 SEEDS, TUNING = range(1, 6), 0  # of the tables, and of the search for learning rates
 PACKAGE = ("bitsandbytes, fp32 weights", "bitsandbytes, bf16 weights")
 PLANS = ("int8_split24", "int4_split24")
-WORDS = ("worse", "better")  # in which a Verdict ends whose interval excludes 0
+WIDEST = 0.1  # of fp32's loss: differences with wider intervals are left out
 RULES = (  # lr: where the search begins
     Rule("AdamW", "adamw", {**ADAMW, "lr": 1e-3}, plans=(*PLANS, "flashoptim", *PACKAGE)),
     Rule("Lion", "lion", {"lr": 1e-4, "weight_decay": 0.1}, plans=(*PLANS, "flashoptim", *PACKAGE)),
@@ -230,8 +230,8 @@ def run_all(kept: Mapping[str, Any]) -> None:
                 print(f"{name}, {key_of(rule.name, *rest)}: {done.result()[0]:.4f}", flush=True)
 
 
-def compared(found: Found, column: int = 0) -> list[Verdict]:
-    """Compare losses (0) or accuracies in percent (1) of a task with fp32, over the first seeds that are complete."""
+def compared(found: Found) -> list[Verdict]:
+    """Compare the losses of a task with fp32, over the first seeds that are complete."""
     rates = {rule.name: rate_found(rule, found)[0] for rule in RULES}
     cells = [[(rule.name, plan) for plan in ("fp32", *rule.plans)] for rule in RULES]
     keys = ([[key_of(*cell, s, rates[cell[0]]) for cell in rule] for rule in cells] for s in SEEDS)
@@ -240,44 +240,29 @@ def compared(found: Found, column: int = 0) -> list[Verdict]:
     for rule, *seeds in zip(cells, *whole, strict=True):
         base, *others = ([found[key] for key in runs] for runs in zip(*seeds, strict=True))
         for (name, plan), runs in zip(rule[1:], others, strict=True):
-            values = ([(1, 100)[column] * run[column] for run in part] for part in (base, runs))
-            verdicts.append(Verdict(f"{name}, {plan}", rates[name], *values, base[0][2], runs[0][2]))
+            losses = ([run[0] for run in part] for part in (base, runs))
+            verdicts.append(Verdict(f"{name}, {plan}", rates[name], *losses, base[0][2], runs[0][2]))
     return verdicts
 
 
-def row(loss: Verdict, right: Verdict) -> list[str]:
-    """Return the row of a rule and plan in the table of a task."""
-    (a, noise), (b, half), (c, width) = mean_and_spread(loss.fp32), loss.gap, right.gap
-    word = next((w for w in WORDS if loss.words.endswith(w)), "")
-    mine = f"{loss.lr:g}", f"{a:.4f} ± {noise:.4f}", f"{b:+.4f} ± {half:.4f}", word
-    accuracy = f"{mean_and_spread(right.fp32)[0]:.2f}", f"{c:+.2f} ± {width:.2f}"
-    return [loss.rule, *mine, *accuracy, f"{loss.bytes_int8:.2f}"]
+def in_fp32(found: Found, rule: Rule) -> str:
+    """Return a rule's learning rate on a task, and its loss and accuracy in fp32."""
+    lr = rate_found(rule, found)[0]
+    runs = [found[key] for seed in SEEDS if (key := key_of(rule.name, "fp32", seed, lr)) in found]
+    (loss, noise), (right, _) = (mean_and_spread([run[column] for run in runs]) for column in (0, 1))
+    return f"lr {lr:g}: {loss:.4f} ± {noise:.4f}, {right:.1%}"
 
 
-def over_tasks(same: tuple[Verdict, ...]) -> list[str]:
-    """Return the row of a rule and plan over all tasks: logarithms of losses are averaged over them, seed by seed."""
-    logs = [[100 * math.log(b / a) for a, b in zip(v.fp32, v.int8, strict=True)] for v in same]
-    mean, half = mean_and_interval([sum(seed) / len(seed) for seed in zip(*logs, strict=False)])  # seeds of all tasks
-    apart = ("; ".join(t.name for t, v in zip(TASKS, same, strict=True) if v.words.endswith(w)) for w in WORDS)
-    return [same[0].rule, f"{mean:+.1f} ± {half:.1f}", *apart]
-
-
-def results(kept: Mapping[str, Any]) -> str:
-    """Return the page's text from RESULTS on."""
-    made, parts = kept["made"], [compared(kept["runs"][task.name]) for task in TASKS]
-    spent = sum(run[3] for runs in kept["runs"].values() for run in runs.values()) / 60
-    lines = [
-        RESULTS,
-        f"{made['processor']}, torch {made['torch']}, scikit-learn {made['scikit-learn']},",
-        f"bitsandbytes {made['bitsandbytes']}; {spent:.0f} CPU-minutes, the search for learning rates included.", "",
-        *table(("run", "loss, % of fp32's", *WORDS), map(over_tasks, zip(*parts, strict=True)), (0, 2, 3)), "",
-        "![Differences of losses to fp32 on four tasks, with 95 % intervals](images/evidence.svg)",
-    ]  # fmt: skip
-    head = "run", "lr", "loss, fp32", "- fp32", "", "accuracy in %, fp32", "- fp32", "B/param"
-    for task, part in zip(TASKS, parts, strict=True):
-        lines += ["", f"### {task.name[0].upper()}{task.name[1:]}: {task.steps} steps, {len(part[0].fp32)} seeds", ""]
-        lines += table(head, map(row, part, compared(kept["runs"][task.name], 1)), (0, 4))
-    return filled("\n".join(lines)) + "\n"
+def page(kept: Mapping[str, Any], text: str) -> str:
+    """Return the text of evidence.md with the tables of the runs that are there."""
+    runs, names = [kept["runs"][task.name] for task in TASKS], [task.name for task in TASKS]
+    cells = [
+        (same[0].rule, f"{same[-1].bytes_few:.2f}", *(v.difference(WIDEST * mean_and_spread(v.fp32)[0]) for v in same))
+        for same in zip(*map(compared, runs), strict=True)
+    ]
+    text = with_table(text, HEADINGS[0], table(("minus fp32", "B/param", *names), cells))
+    base = [(rule.name, *(in_fp32(found, rule) for found in runs)) for rule in RULES]
+    return with_table(text, HEADINGS[1], table(("rule", *names), base, range(5)))
 
 
 def main() -> None:
@@ -289,8 +274,8 @@ def main() -> None:
         made |= {"python": platform.python_version(), "processor": cpu_model()} | {t.name: t.steps for t in TASKS}
         kept = {"made": made, "runs": kept.get("runs", {}) if kept.get("made") == made else {}}
         run_all(kept)
-    PAGE.write_text(PAGE.read_text(encoding="utf-8").partition(RESULTS)[0] + results(kept), encoding="utf-8")
-    from draw import write  # which reads this record
+    PAGE.write_text(page(kept, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    from docs.tools.draw import write  # which reads this record
 
     write("evidence")
     write("curves")

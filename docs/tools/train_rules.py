@@ -1,16 +1,12 @@
 """The demo's language model trained by many rules, each in fp32 and in few bits; and by AdamW under many plans.
 
-    python -m docs.tools.train_rules                   writes docs/training.md and docs/benchmarks/training.json
-    python -m docs.tools.train_rules --plans           the same of AdamW under every plan with states below fp32
-    python -m docs.tools.train_rules --plans int4_split24 flashoptim       these alone; others stay as they are
-    python -m docs.tools.train_rules --only CAME --steps 200 --seeds 1
-    python -m docs.tools.train_rules --tuned           matrix rules, SAM and Sophia at rates found in one way, where
-                                                       runs are missing
+    python -m docs.tools.train_rules               runs that docs/benchmarks/training.json lacks, then page and pictures
+    python -m docs.tools.train_rules --seeds 8     the same with more seeds
+    python -m docs.tools.train_rules --page        page and pictures of the runs that are there
 
-Every pair starts from the same weights and sees the same batches in the same order, seed by seed; the learning rate is
-the rule's own, found in fp32 and used for both.  What is said of a pair is the mean of its paired differences with the
-95 % interval of Student's t, beside the noise of the seeds themselves.  The runs of --tuned are kept in training.json,
-where those of a rule whose options change are to be deleted.
+Runs that are compared start from the same weights and see the same batches in the same order; a difference is the mean
+of their differences, seed by seed, with the 95 % interval of Student's t.  To make a run again, delete it from the
+record.
 """
 
 from __future__ import annotations
@@ -18,12 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +28,15 @@ from torch import Tensor, nn
 
 from tools.demo import mean_and_interval, mean_and_spread
 from tools.demo_model import Corpus, Run, Size, corpus, loss_of, train
-from tools.prose import filled, packed, table
+from tools.prose import packed, table
 
 # Discouraged plans are measured on purpose.
 warnings.filterwarnings("ignore", r"\w+: plan '\w+' is discouraged")
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, TUNED_STEPS, SEEDS = 600, 400, 3
+RECORD, PAGE = ROOT / "docs/benchmarks/training.json", ROOT / "docs/training.md"
+STEPS = {"fixed": 600, "tuned": 400}  # of runs at a rule's own rate, and at one that was searched for
+SEEDS = 3
 PLANS = ("fp32", "int8_split24")
 
 
@@ -133,153 +131,70 @@ def one_run(rule: Rule, plan: str, seed: int, steps: int, lr: float, text: Corpu
 
 @dataclass(frozen=True)
 class Verdict:
-    """A pair's losses, and the paired differences of 8 bits to fp32."""
+    """Losses in fp32 and in few bits, seed by seed, and bytes per parameter."""
 
     rule: str
     lr: float
     fp32: list[float]
-    int8: list[float]
+    few: list[float]
     bytes_fp32: float
-    bytes_int8: float
+    bytes_few: float
 
     @property
     def gap(self) -> tuple[float, float]:
-        """(mean, half width of the 95 % interval)."""
-        return mean_and_interval([b - a for a, b in zip(self.fp32, self.int8, strict=True)])
+        """(mean of the paired differences, half width of its 95 % interval)."""
+        return mean_and_interval([b - a for a, b in zip(self.fp32, self.few, strict=True)])
 
     @property
-    def words(self) -> str:
+    def apart(self) -> bool:
+        """The interval excludes 0."""
         mean, half = self.gap
-        if math.isinf(half):
-            return "one seed says nothing"
-        if abs(mean) <= half:
-            return "no difference that these seeds show"
-        return "measurably " + ("worse" if mean > 0 else "better")
+        return abs(mean) > half
+
+    def difference(self, widest: float) -> str:
+        """Return the difference, bold if its interval excludes 0, or a dash if that is wider than `widest`."""
+        mean, half = self.gap
+        words = f"{mean:+.4f} ± {half:.4f}"
+        return f"**{words}**" if self.apart else words if half <= widest else "–"
+
+
+WIDEST = 0.04  # nats: about what bf16 weights cost here that are rounded to nearest
+HEAD = ("run", "lr", "minus fp32", "fp32", "B/param", "in fp32")
 
 
 def row(v: Verdict) -> list[str]:
-    (a, noise), (b, _), (mean, half) = mean_and_spread(v.fp32), mean_and_spread(v.int8), v.gap
-    return [
-        v.rule, f"{v.lr:g}", f"{a:.4f} ± {noise:.4f}", f"{b:.4f}", f"{mean:+.4f} ± {half:.4f}", v.words,
-        f"{v.bytes_fp32:.2f}", f"{v.bytes_int8:.2f}",
-    ]  # fmt: skip
+    mean, noise = mean_and_spread(v.fp32)
+    kept = f"{v.bytes_few:.2f}", f"{v.bytes_fp32:.2f}"
+    return [v.rule, f"{v.lr:g}", v.difference(WIDEST), f"{mean:.4f} ± {noise:.4f}", *kept]
 
 
-HEAD = ("rule", "lr", "fp32", "8 bits", "8 bits - fp32", "", "B/param fp32", "B/param 8 bits")
+def page(kept: Mapping[str, Any], text: str) -> str:
+    """Return the text of training.md with its tables of the runs that are there."""
+    found = parts(kept)
+    text = with_table(text, "Rules", table(HEAD, map(row, found["rules"])))
+    text = with_table(text, "Matrix rules, SAM and Sophia", table(HEAD, map(row, found["tuned"])))
+    plans = [(f"`{v.rule}`", v.difference(WIDEST), f"{v.bytes_few:.2f}") for v in found["plans"]]
+    text = with_table(text, "Plans", table(("plan", "minus fp32", "B/param"), plans))
+    return text
 
 
-def markdown(kept: Mapping[str, Any]) -> str:
-    verdicts, plans = ([Verdict(**v) for v in kept.get(key, [])] for key in ("verdicts", "plans"))
-    size = Size()
-    lines = [
-        "# Training with rules and plans", "",
-        f"What do few bits cost in training? The demo's model has {size.layers} layers of width {size.width}. It is",
-        f"trained on bytes of Python's standard library in batches of {size.batch} x {size.context}, on one CPU (AMD",
-        "EPYC). Losses are validation losses at the end in nats per byte: mean and standard deviation over seeds. Runs",
-        "that are compared start from the same weights, see the same batches and have the same learning rate.",
-        "Differences are paired by seed and have the 95 % interval of Student's t; one such interval in twenty misses",
-        "by chance. *B/param* counts weights and states as they stand in memory (tensors below 4096 elements keep fp32",
-        "states under most plans).",
-    ]  # fmt: skip
-    if verdicts:
-        lines += [
-            "", "## Rules", "",
-            f"{kept['steps']} steps, {kept['seeds']} seeds, text {kept['text']}. *8 bits* is plan int8_split24 with",
-            "bf16 weights, *fp32* is all in fp32. The rules' learning rates come from a coarse search, so the table",
-            "compares formats within a rule, not the rules with one another.",
-            "", "    .venv/bin/python -m docs.tools.train_rules", "", *table(HEAD, map(row, verdicts), (0, 5)),
-        ]  # fmt: skip
-    if kept.get("runs"):
-        lines += tuned_section(kept)
-    if plans:
-        lines += [
-            "", "## Plans", "",
-            f"AdamW, betas (0.9, 0.95), {kept['plan_steps']} steps, {kept['plan_seeds']} seeds, text",
-            f"{kept['plan_text']}; bf16 weights (fp32 ones under `int8`). The fp32 run of a seed is the same in every",
-            "row.",
-            "", "    .venv/bin/python -m docs.tools.train_rules --plans", "",
-            *table(PLAN_HEAD, map(plan_row, plans), (0, 4)), "",
-            "The row of `lpmm4_factor` was measured when its steps went on with the second moment as it is kept; they",
-            "now go on with the computed one.", "", remark(plans),
-        ]  # fmt: skip
-    return filled("\n".join(lines)) + "\n"
+def with_table(page: str, heading: str, lines: list[str]) -> str:
+    """Return the page with another table in the place of the first one below a heading."""
+    before, found, rest = page.partition(f"\n## {heading}\n")
+    if not found:
+        raise SystemExit(f"no heading {heading!r} in the page")
+    return before + found + re.sub(r"(?m)(^\|.*\n)+", lambda _: "\n".join([*lines, ""]), rest, count=1)
 
 
-def tuned_section(kept: Mapping[str, Any]) -> list[str]:
-    verdicts = tuned(kept["runs"], kept["tuned_seeds"])
-    first = {v.rule.split(",")[0]: v for v in reversed(verdicts)}
-    adamw, control = first.pop("AdamW").fp32, next(v.gap[1] for v in verdicts if v.rule == "SOAP, control")
-    gaps = [(mean_and_interval([b - a for a, b in zip(adamw, v.fp32, strict=True)]), n) for n, v in first.items()]
-    return [
-        "", "## Matrix rules, SAM and Sophia", "",
-        f"{kept['tuned_steps']} steps, {kept['tuned_seeds']} seeds, text {kept['tuned_text']}. Learning rates are",
-        "found in one way. In fp32 with seed 0, half the authors' default, the default and its double are tried, then",
-        "more powers of two until the best rate has a worse one on either side. It serves all seeds and plans. Else",
-        "rules have their defaults, with a weight decay of 0.1, AdamW's betas (0.9, 0.95), and a quarter of full rank",
-        "for GaLore and APOLLO. Embeddings, norms and the head have AdamW under GaLore, APOLLO, Muon and SOAPMuon (in",
-        "the last two at the rate found for AdamW). SOAP, Kron and Shampoo take embeddings and the head as matrices.",
-        "*Muon, low rank* is LowRankMuon, beside Muon in fp32, which it is without its fewer bits. *SOAP, control*",
-        "is SOAP in fp32 with a refresh every 9 steps, not 10: how far fp32 lies from itself if refreshes",
-        "fall on other steps. *SAM* is AdamW in `optgen.SAM` with rho 0.05, of two gradients a step. *Sophia* is fed",
-        "squared gradients for labels drawn from the model every 10 steps (Sophia-G), with its authors' gamma 0.05.",
-        "Neither rho nor gamma was tuned. Sophia's bytes include 4 of the tensor that was fed last.",
-        "", "    .venv/bin/python -m docs.tools.train_rules --tuned", "",
-        *table(("run", "lr", "fp32", "loss", "- fp32", "", "B/param fp32", "B/param"), map(row, verdicts), (0, 5)),
-        "", "![Differences of losses to fp32, with their intervals](images/training.svg)", "",
-        "Rules in fp32, minus AdamW, paired: "
-        + ", ".join(f"{name} {mean:+.3f} ± {half:.3f}" for (mean, half), name in sorted(gaps))
-        + ". Seed 0 also chose the learning rates, on the text of the table's losses. So short a run favours rules",
-        f"that are fast at first. The control's interval (± {control:.2f}) is what SOAP's seeds cannot tell apart.",
-    ]  # fmt: skip
-
-
-PLAN_HEAD = ("plan", "fp32", "loss", "- fp32", "", "B/param")
-
-
-def plan_row(v: Verdict) -> list[str]:
-    (a, noise), (b, spread), (mean, half) = mean_and_spread(v.fp32), mean_and_spread(v.int8), v.gap
-    return [
-        f"`{v.rule}`", f"{a:.4f} ± {noise:.4f}", f"{b:.4f} ± {spread:.4f}", f"{mean:+.4f} ± {half:.4f}", v.words,
-        f"{v.bytes_int8:.2f}",
-    ]  # fmt: skip
-
-
-def remark(plans: list[Verdict]) -> str:
-    """Return the conclusion from the table, and its limits."""
-    apart = [f"`{v.rule}`" for v in plans if v.words.startswith("measurably")]
-    widest = max(v.gap[1] for v in plans)
-    said = f"Outside the noise: {', '.join(apart)}." if apart else "None of them is outside the noise of these seeds."
-    plain = [f"`{v.rule}`" for v in plans if rounds_weights_to_nearest(v.rule)]
-    if plain:
-        said += (
-            f" {', '.join(plain)} round their bf16 weights to nearest, like the packages that they reproduce. Most of "
-            "what they lose comes from the weights."
-        )
-    return (
-        f"{said} So few seeds do not tell apart differences below the widths of the intervals (up to {widest:.3f}), "
-        "and the noise of few bits may regularise a small model. Losses find what is broken. To compare formats, see "
-        "[benchmarks/formats.md](benchmarks/formats.md)."
-    )
-
-
-def rounds_weights_to_nearest(plan: str) -> bool:
-    """Return True if the plan stores weights as bf16 alone, rounded to nearest."""
-    from optgen.formats import Native
-    from specs import plans
-
-    return plan not in OF_FP32 and getattr(plans, plan).master == Native("nearest")
-
-
-def plans_asked(names: list[str]) -> list[str]:
-    """Return the plans with states below fp32, or those of these names; SystemExit for one that is unknown."""
+def rules_of(part: str) -> tuple[Rule, ...]:
+    """Return the rules of "tuned" or of "fixed", where AdamW has every plan with states below fp32."""
     from optgen.formats import Plan, floats
     from specs import plans
 
-    every = {name: plan for name, plan in vars(plans).items() if isinstance(plan, Plan)}
-    unknown = [name for name in names if name not in every]
-    if unknown:
-        raise SystemExit(f"--plans: expected some of {', '.join(every)}, got {', '.join(unknown)}")
-    return names or [name for name, plan in every.items() if plan.signed != floats.f32]
+    if part == "tuned":
+        return TUNED
+    few = [name for name, plan in vars(plans).items() if isinstance(plan, Plan) and plan.signed != floats.f32]
+    return replace(RULES[0], plans=tuple(few)), *RULES[1:]
 
 
 Key = tuple[str, str, int, float]  # rule, plan, seed, learning rate
@@ -290,27 +205,14 @@ def key_of(rule: str, plan: str, seed: int, lr: float) -> str:
     return f"{rule}, {plan}, seed {seed}, lr {lr:g}"
 
 
-def run_all(
-    rules: tuple[Rule, ...], wanted: list[Key], asked: argparse.Namespace, text: Corpus, found: Found,
-    save: Callable[[], None] = lambda: None,
-) -> Found:  # fmt: skip
-    """Return `found` with the runs that are wanted; `save` is called at the end of each."""
-    named = {rule.name: rule for rule in rules}
-    with ProcessPoolExecutor(asked.jobs) as pool:
-        runs = {pool.submit(one_run, named[k[0]], *k[1:3], asked.steps, k[3], text): key_of(*k) for k in wanted}
-        for done in as_completed(runs):
-            run = done.result()
-            curve = (round(loss, 4) for _, loss in run.validation)
-            found[runs[done]] = run.final, (run.weight_bytes + run.state_bytes) / run.parameters, *curve
-            save()
-            print(f"{runs[done]}: {run.final:.4f}")
-    return found
-
-
-def verdict(found: Found, rule: Rule, plan: str, lr: float, seeds: int, name: str) -> Verdict:
-    """Compare a plan, or a control, with fp32; KeyError without its runs."""
+def verdict(found: Found, rule: Rule, plan: str, lr: float, name: str) -> Verdict | None:
+    """Compare a plan, or a control, with fp32 over the first seeds that both have; None without any."""
     pairs = ((rule.control or rule.name, "fp32"), (rule.name, plan))
-    base, other = ([found[key_of(*pair, s, lr)] for s in range(seeds)] for pair in pairs)
+    keys = ([key_of(*pair, seed, lr) for pair in pairs] for seed in range(len(found)))
+    runs = [[found[key] for key in seed] for seed in takewhile(lambda seed: all(k in found for k in seed), keys)]
+    if not runs:
+        return None
+    base, other = zip(*runs, strict=True)
     return Verdict(name, lr, [run[0] for run in base], [run[0] for run in other], base[0][1], other[0][1])
 
 
@@ -326,11 +228,11 @@ def rate_found(rule: Rule, found: Found) -> tuple[float, list[float]]:
     return rates[best], [rates[k] for k in (best - 1, best, best + 1) if k not in losses]
 
 
-def missing(rules: tuple[Rule, ...], found: Found, seeds: int) -> list[Key]:
-    """Return the runs that the tuned table needs next."""
+def missing(part: str, found: Found, seeds: int) -> list[Key]:
+    """Return the runs that a part of the record needs next."""
     wanted: list[Key] = []
-    for rule in rules:
-        lr, tries = rate_found(rule, found)
+    for rule in rules_of(part):
+        lr, tries = rate_found(rule, found) if part == "tuned" else (rule.options["lr"], [])
         if tries:
             wanted += [(rule.control or rule.name, "fp32", 0, x) for x in tries]
         else:
@@ -338,73 +240,51 @@ def missing(rules: tuple[Rule, ...], found: Found, seeds: int) -> list[Key]:
     return [key for key in dict.fromkeys(wanted) if key_of(*key) not in found]
 
 
-def tuned(found: Found, seeds: int) -> list[Verdict]:
-    """Compare plans and controls with fp32 at the rate that was found, for all rules whose runs are there."""
-    verdicts = []
-    for rule in TUNED:
-        lr, _ = rate_found(rule, found)
-        for plan in rule.plans:
-            with suppress(KeyError):
-                label = rule.name if plan == "fp32" else f"{rule.name}, {plan}"
-                verdicts.append(verdict(found, rule, plan, lr, seeds, label))
-    return verdicts
+def parts(kept: Mapping[str, Any]) -> dict[str, list[Verdict]]:
+    """Return the comparisons of the page's tables, of those runs that are there."""
+    fixed, rates = rules_of("fixed"), {r.name: rate_found(r, kept["tuned"])[0] for r in TUNED}
+    labels = {(r.name, plan): r.name if plan == "fp32" else f"{r.name}, {plan}" for r in TUNED for plan in r.plans}
+    made = {
+        "rules": [verdict(kept["fixed"], r, PLANS[1], r.options["lr"], f"{r.name}, {PLANS[1]}") for r in fixed],
+        "plans": [verdict(kept["fixed"], fixed[0], plan, fixed[0].options["lr"], plan) for plan in fixed[0].plans],
+        "tuned": [verdict(kept["tuned"], r, p, rates[r.name], labels[r.name, p]) for r in TUNED for p in r.plans],
+    }
+    return {name: [v for v in verdicts if v] for name, verdicts in made.items()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--only", nargs="*", default=[], help="rules by class name")
-    parser.add_argument("--plans", nargs="*", help="AdamW under these plans; no name: all with states below fp32")
-    parser.add_argument("--tuned", action="store_true", help="the table of matrix rules, SAM and Sophia: missing runs")
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, a thread each")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs")
-    asked = parser.parse_args()
-    asked.steps = asked.steps or (TUNED_STEPS if asked.tuned else STEPS)
+def run_all(kept: dict[str, Any], seeds: int, jobs: int) -> None:
+    """Make the runs that are missing side by side, and write each down at its end."""
     text = corpus()
-    (asked.out / "benchmarks").mkdir(parents=True, exist_ok=True)
-    record = asked.out / "benchmarks" / "training.json"
-    kept: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    if kept["text"] != text.digest:
+        raise SystemExit(f"train_rules: {RECORD} is of the text {kept['text']}, not of {text.digest}")
+    with ProcessPoolExecutor(jobs) as pool:
+        for part, steps in STEPS.items():
+            named = {rule.name: rule for rule in rules_of(part)}
+            while wanted := missing(part, kept[part], seeds):
+                runs = {pool.submit(one_run, named[k[0]], *k[1:3], steps, k[3], text): key_of(*k) for k in wanted}
+                for done in as_completed(runs):
+                    run = done.result()
+                    curve = (round(loss, 4) for _, loss in run.validation)
+                    kept[part][runs[done]] = run.final, (run.weight_bytes + run.state_bytes) / run.parameters, *curve
+                    RECORD.write_text(packed(kept), encoding="utf-8")
+                    print(f"{runs[done]}: {run.final:.4f}", flush=True)
 
-    def save() -> None:
-        record.write_text(packed(kept), encoding="utf-8")
 
-    seeds = range(asked.seeds)
-    rules = tuple(r for r in (TUNED if asked.tuned else RULES) if not asked.only or r.name in asked.only)
-    if asked.tuned:
-        if [kept.get(f"tuned_{k}") for k in ("steps", "text")] != [asked.steps, text.digest]:
-            kept["runs"] = {}
-        kept |= {"tuned_steps": asked.steps, "tuned_seeds": asked.seeds, "tuned_text": text.digest}
-        while wanted := missing(rules, kept["runs"], asked.seeds):
-            run_all(TUNED, wanted, asked, text, kept["runs"], save)
-        verdicts = tuned(kept["runs"], asked.seeds)
-    elif asked.plans is not None:
-        rule, plans = RULES[0], plans_asked(asked.plans)
-        wanted = [(rule.name, plan, s, rule.options["lr"]) for s in seeds for plan in ("fp32", *plans)]
-        found = run_all(RULES, wanted, asked, text, {})
-        verdicts = [verdict(found, rule, plan, rule.options["lr"], asked.seeds, plan) for plan in plans]
-        former = [kept.get(f"plan_{k}") for k in ("steps", "seeds", "text")]
-        same = [asked.steps, asked.seeds, text.digest] == former
-        old = {v["rule"]: v for v in kept.get("plans", [])} if same else {}
-        kept |= {"plan_steps": asked.steps, "plan_seeds": asked.seeds, "plan_text": text.digest}
-        kept["plans"] = list((old | {v.rule: asdict(v) for v in verdicts}).values())
-    else:
-        wanted = [(r.name, plan, s, r.options["lr"]) for r in rules for plan in PLANS for s in seeds]
-        found = run_all(RULES, wanted, asked, text, {})
-        verdicts = [verdict(found, r, PLANS[1], r.options["lr"], asked.seeds, r.name) for r in rules]
-        kept |= {"steps": asked.steps, "seeds": asked.seeds, "text": text.digest}
-        kept["verdicts"] = [asdict(v) for v in verdicts]
-    head, of = (PLAN_HEAD, plan_row) if asked.plans is not None else (HEAD, row)
-    print(*table(head, map(of, verdicts)), sep="\n")
-    (asked.out / "training.md").write_text(markdown(kept), encoding="utf-8")
-    save()
-    if asked.out == ROOT / "docs":
-        from draw import write  # which reads this record
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, a thread each")
+    parser.add_argument("--page", action="store_true")
+    asked = parser.parse_args()
+    kept: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    if not asked.page:
+        run_all(kept, asked.seeds, asked.jobs)
+    PAGE.write_text(page(kept, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    from docs.tools.draw import write  # which reads this record
 
-        write("training")
-        write("curves")
-    return 0
+    write("training")
+    write("curves")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
