@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from docs.tools import evidence, train_rules
+from docs.tools import evidence, language_model, train_rules
 from tools import demo, demo_model
 
 
@@ -25,7 +25,7 @@ def test_the_sentence_follows_the_numbers() -> None:
 
 
 def test_pages_have_the_results_that_were_measured() -> None:
-    for tool in (tool for tool in (train_rules, evidence) if tool.RECORD.exists()):
+    for tool in (tool for tool in (language_model, train_rules, evidence) if tool.RECORD.exists()):
         kept, text = json.loads(tool.RECORD.read_text(encoding="utf-8")), tool.PAGE.read_text(encoding="utf-8")
         assert text == tool.page(kept, text), f"run {tool.__name__} --page"
     assert {task.name: task.steps for task in evidence.TASKS}.items() <= kept["made"].items(), "of other tasks"
