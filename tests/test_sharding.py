@@ -280,9 +280,9 @@ FACTORED_SIZES = (8, 32, 128, 512, 1024)
     ],
 )
 def test_the_work_of_matrices_is_shared_evenly(model: str, sizes: tuple[int, ...], of_factors: tuple[int, ...]) -> None:
-    """docs/scaling.md says what the tool counts; no rank has a tenth more than the mean or the largest matrix."""
+    """As docs/benchmarks/workers.md says; no rank has a tenth more than the mean or the largest matrix."""
     lines = scaling.matrices(model, sizes)
-    text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/benchmarks/workers.md").read_text(encoding="utf-8")
     assert all(line in text for line in [*lines, *scaling.HEAD])
     assert all(float(line.split("|")[5]) <= 1.1 and float(line.split("|")[8]) <= 4.0 for line in lines)
     for rule in ("SOAP", "Shampoo"):

@@ -1,6 +1,6 @@
 """Count the bytes that a rank of many keeps and sends in a step, and its work on whole matrices, without other ranks.
 
-    python -m docs.tools.scaling [--ranks 1024] [--rank 0]     # the tables of docs/scaling.md
+    python -m docs.tools.scaling [--ranks 1024] [--rank 0]     # those of docs/scaling.md and benchmarks/workers.md
 
 The optimizer's own code makes a step over parameters without memory, with torch's process group that sends nothing;
 kernels are left out, messages are counted.  The parameters are those of a model of 70 billion weights, cut along
