@@ -30,7 +30,7 @@ from tools.prose import packed, table
 ROOT = Path(__file__).resolve().parents[2]
 RECORD, PAGE = ROOT / "docs/benchmarks/language_model.json", ROOT / "docs/evidence.md"
 SIZE = Size(layers=7, width=320, heads=5, context=256, batch=8, vocabulary=4096)
-STEPS, TUNING_STEPS = 1024, 128
+STEPS, TUNING_STEPS = 1024, 128  # the search for rates takes the first steps of the whole schedule
 WINDOW, EVERY, HELD_OUT = 16, 64, 16  # steps of a mean training loss; steps between validations; batches of those
 SAVE_SECONDS = 120
 CONTROL = "fp32, rows reversed"  # the same sums in another order
@@ -48,8 +48,8 @@ SECTION = """\
 The demo's model with 7 layers of width 320, trained on Python's standard library: 1,024 steps of 8 x 256 tokens, 2.1
 million in all, of a byte-level BPE with 4,096 entries. Layers multiply in bf16. Plans in few bits start from the same
 weights as fp32, and runs of one seed see the same batches. AdamW has betas (0.9, 0.95); under Muon embeddings, vectors
-and the head have AdamW. The weight decay is 0.1. The learning rate of a rule was found in fp32 in runs of 128 steps,
-with a seed that is in no row, and serves all plans.
+and the head have AdamW. The weight decay is 0.1. The learning rate of a rule had the least loss after the first 128
+steps in fp32, with a seed that is in no row. It serves all plans.
 
 Rows of *fp32* are validation losses in nats per token, as means over quarters of the run. Other rows are differences
 to them, seed by seed, and have a 95 % interval where there are three seeds. *rows reversed* is fp32 with the rows of
@@ -82,8 +82,8 @@ def one_run(
 ) -> dict[str, Any]:  # fmt: skip
     """Train by one thread, from the checkpoint at `path` if there is one; it is deleted at the end.
 
-    Layers multiply in bf16, from weights in fp32 or in the plan's bits. Returns the means of training losses, the
-    validation losses, bytes per parameter, seconds and processors.
+    `steps` may end it before the schedule of STEPS ends. Layers multiply in bf16, from weights in fp32 or in the plan's
+    bits. Returns the means of training losses, the validation losses, bytes per parameter, seconds and processors.
     """
     import optgen
 
@@ -103,7 +103,7 @@ def one_run(
         if plan == CONTROL:
             x, y = x.flip(0), y.flip(0)
         for group, largest in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate(done["step"], steps, largest)
+            group["lr"] = rate(done["step"], STEPS, largest)
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, x, y)
         loss.backward()
