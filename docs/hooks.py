@@ -106,22 +106,28 @@ BESIDE = {
 }  # fmt: skip
 """Wrapper -> what tests compare it with, where that is more than a second text."""
 SCROLLS = r'<div class="scrolls"><math.*?</math></div>'
-CATALOGUED = ("fp32", "bf16_sr", "int8_split24", "int4_split24")
-CATALOGUE = """# Catalogue
+FAMILIES = ("One pass over memory", "Norms of tensors, means of rows and columns",
+            "Sums over the model, averages for evaluation, intervals", "Products of matrices")  # fmt: skip
+FILTER = """<p><input id="filter" type="search" placeholder="Filter: adam, norm, arXiv:2409" aria-label="Filter"></p>
+<script>
+document.getElementById("filter").addEventListener("input", event => {
+  const words = event.target.value.toLowerCase().split(" ");
+  for (const row of document.querySelectorAll(".rules tbody tr"))
+    row.hidden = !words.every(word => row.textContent.toLowerCase().includes(word));
+});
+</script>"""
+RULES = """# Rules
 
-{count} rules are ready-made. Bytes are those of weight and states between steps per parameter in bf16; passes are
-those over memory in a step under `int8_split24`. The oracle is what the rule is compared with; the distance is the
-largest of |ours - theirs| / (1 + |theirs|) over 50 steps in fp64, all flag settings and the tested shapes. Those of
-rules in bases and of low rank are from gradients that tell singular vectors apart; Kron's oracle solves in fp32
-([peers](peers.md)).
+{count} rules are ready-made, and each works with [each plan](../plans/index.md). Bytes are those of weight and states
+between steps per parameter in bf16 under `{main}`, and passes are those over memory in a step. The distance from the
+oracle is the largest of |ours - theirs| / (1 + |theirs|) over 50 steps in fp64, all flag settings and the tested
+shapes; that of rules in bases and of low rank is of gradients that tell singular vectors apart ([peers](../peers.md)).
 
 {rules}
 
 ## Wrappers
 
-[Wrappers](language.md#rules-around-rules) go around any rule. Formulas are those of the wrapper around AdamW. Second
-texts are in tests/test_wrappers.py, with states as the paper has them: around AdamW and SGD, and in drawn chains of two
-to four wrappers, each takes the same steps in fp64.
+[Wrappers](../language.md#rules-around-rules) go around any rule. Formulas are those of the wrapper around AdamW.
 
 {wrapped}
 
@@ -129,7 +135,7 @@ to four wrappers, each takes the same steps in fp64.
 
 Of the methods in zij's tables (June 2026), and those of pytorch_optimizer 4.1 that are not ready-made, {counted} are
 covered. What is missing was told from the terms of zij's formulas, not by writing each rule: take it as a first
-guess. A rule of your own is [a file of twenty lines](language.md).
+guess. A rule of your own is [a file of twenty lines](../language.md).
 
 {absent}
 """
@@ -153,7 +159,7 @@ def on_files(files: Files, config: Any) -> Files:
         "errors.md": errors(), "cli.md": commands(), "api.md": api(), "notebook.md": notebook(ROOT / NOTEBOOK),
         "rules/index.md": rules_index(rules), "plans/index.md": plans_index(plans),
         **{page: (ROOT / file).read_text() for file, page in PAGES.items() if file.endswith(".md")},
-        "catalogue.md": catalogue(rules, pages), **pages,
+        **pages,
         **{f"plans/{plan.name}.md": page_of_plan(plan, rules) for plan in plans.values()},
     }  # fmt: skip
     for name, text in {**made, **dict(sources(files, made))}.items():
@@ -224,13 +230,42 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 # -- rules
 
 
+def family(spec: Spec, passes: int) -> str:
+    """Return the family of a rule: the costliest of what it needs."""
+    if spec.matrix == "heads" or any(s.trait in ("symmetric", "orthogonal", "triangular") for s in spec.states):
+        return FAMILIES[3]
+    model = any(s.space.name == "model" for s in spec.states)
+    if model or spec.evaluation or any(f.every or f.first for f in spec.flags):
+        return FAMILIES[2]
+    return FAMILIES[passes > 1 or any(s.space.name != "elem" for s in spec.states)]
+
+
 def rules_index(rules: dict[str, Spec]) -> str:
-    rows = []
-    for name, spec in sorted(rules.items()):
-        first = inline(" ".join(spec.doc.split("\n\n")[0].split()))
-        rows.append((f'<a href="{name}.html">{spec.class_name}</a>', first, sizes(spec, load.find_plan(MAIN))[0]))
-    head = ("rule", "what it does", f"bytes, {MAIN}")
-    return f"# Rules\n\nEach works with [each plan](../plans/index.md).\n\n{table(head, rows)}\n"
+    """Return the page of all rules by family, of wrappers, and of methods that are missing."""
+    far = json.loads((ROOT / "docs/distances.json").read_text())
+    rows: dict[str, list[tuple[str, ...]]] = {title: [] for title in FAMILIES}
+    for name, spec in sorted(rules.items(), key=lambda item: item[1].class_name.lower()):
+        found = re.search(r"\(oracle: (.*?)\)[.,;: <]", oracle(spec))
+        passes = len(explain.explain(spec, load.find_plan(MAIN)).sweeps)
+        does = f"{inline(' '.join(spec.doc.split(chr(10) * 2)[0].split()))}<br><small>{inline(spec.cite)}</small>"
+        oracle_of = f"{found[1] if found else ''}<br><small>{far[name]:.1e}</small>"
+        rows[family(spec, passes)].append((
+            f'<a href="{name}.html">{spec.class_name}</a>', does, sizes(spec, load.find_plan(MAIN))[0], str(passes),
+            oracle_of,
+        ))  # fmt: skip
+    with (ROOT / "docs/methods.csv").open(newline="", encoding="utf-8") as file:
+        methods = list(csv.DictReader(file))
+    made = {spec.class_name.lower() for spec in rules.values()}
+    absent = [m for m in methods if not m["rule"] and m["method"].lower() not in made]
+    head = ("rule", "what it does", "bytes", "passes", "oracle, distance")
+    tables = [f'## {title}\n\n<div class="rules">\n{table(head, found)}\n</div>' for title, found in rows.items()]
+    return RULES.format(
+        count=len(rules), main=MAIN, rules="\n\n".join([FILTER, *tables]), wrapped=wrapped(),
+        counted=f"{len(methods) - len(absent)} of {len(methods)}",
+        absent=table(("method", "list", "what is missing"), [
+            (escape(m["method"]), m["list"], inline(m["missing"])) for m in absent
+        ]),
+    )  # fmt: skip
 
 
 def page_of_rule(spec: Spec, plans: list[Plan]) -> str:
@@ -270,35 +305,6 @@ def classes() -> dict[str, list[str]]:
         names = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else []
         found[module] = [name for name in names if name[0].isupper()]
     return found
-
-
-def catalogue(rules: dict[str, Spec], pages: dict[str, str]) -> str:
-    """Return the page of all rules: paper, formula, states, bytes, passes and oracle, and of methods that are missing.
-
-    pages   those of the rules, by "rules/NAME.md": their formulas and oracles are shown here too
-    """
-    far = json.loads((ROOT / "docs/distances.json").read_text())
-    rows = []
-    for name, spec in sorted(rules.items(), key=lambda item: item[1].class_name.lower()):
-        formula = re.search(SCROLLS, pages[f"rules/{name}.md"], re.S)
-        found = re.search(r"\(oracle: (.*?)\)[.,;: <]", oracle(spec))
-        passes = len(explain.explain(spec, load.find_plan(MAIN)).sweeps)
-        kept = ", ".join(code(s.name) for s in spec.kept) or "none"
-        rows.append((
-            f'<a href="rules/{name}.html">{spec.class_name}</a>',
-            f"{inline(spec.cite)}.<br>{folded_line(formula)}", kept,
-            *(sizes(spec, load.find_plan(plan))[0] for plan in CATALOGUED), str(passes),
-            found[1] if found else "", f"{far[name]:.1e}" if name in far else "",
-        ))  # fmt: skip
-    with (ROOT / "docs/methods.csv").open(newline="", encoding="utf-8") as file:
-        methods = list(csv.DictReader(file))
-    made = {spec.class_name.lower() for spec in rules.values()}
-    absent = [m for m in methods if not m["rule"] and m["method"].lower() not in made]
-    counted = f"{len(methods) - len(absent)} of {len(methods)}"
-    head = ("rule", "paper, formula", "states", *map(code, CATALOGUED), "passes", "oracle", "distance")
-    return CATALOGUE.format(count=len(rows), rules=table(head, rows), counted=counted, wrapped=wrapped(),
-                            absent=table(("method", "list", "what is missing"), [
-                                (escape(m["method"]), m["list"], inline(m["missing"])) for m in absent]))  # fmt: skip
 
 
 def wrapped() -> str:
@@ -422,8 +428,11 @@ def errors() -> str:
             texts = [p.read_text() for p in sorted((ROOT / "tests/cases/errors").glob(f"{key}*.txt"))]
             example = next((t for t in texts if "  hint: " in t), texts[0] if texts else "")
             head = example.splitlines()[0].partition(": ")[2]
+            said = re.sub(r"`?{\w+[^}]*}`?", "…", TABLE[key].message).partition(": ")[0].partition(", and ")[0]
+            named = said if len(said) > 8 else head  # some messages are what they are given
             rest = [folded(f"{len(texts) - 1} more", fenced("\n".join(t for t in texts if t != example), "text"))]
-            out += [f"### {key}", f"<p>{inline(head)}</p>", fenced(example, "text"), *(rest if len(texts) > 1 else [])]
+            out += [f"### {key}: {named} {{ #{key.lower()} }}", f"<p>For instance: {inline(head)}</p>"]
+            out += [fenced(example, "text"), *(rest if len(texts) > 1 else [])]
     return "\n\n".join(out) + "\n"
 
 

@@ -76,7 +76,7 @@ def fed_at(spec: Spec, shape: tuple[int, ...], t: int) -> tuple[dict[str, Tensor
 
 def record(name: str, ours: Tensor, theirs: Tensor) -> None:
     """Raise the distance of a rule from its oracle in the file that OPTGEN_DISTANCES names: docs/distances.json, which
-    the catalogue shows.  By one process."""
+    the list of rules shows.  By one process."""
     if path := os.environ.get("OPTGEN_DISTANCES"):
         known = json.loads(Path(path).read_text()) if Path(path).exists() else {}
         distance = float(((ours - theirs).abs() / (1 + theirs.abs())).max())

@@ -102,7 +102,8 @@ class Writer:
             last = left.right if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mult) else left
             if ast.dump(last) == ast.dump(right) and self.binding(right)[1] not in (PREFIX, POWER):
                 return f"{a.removesuffix(b)}<msup><mrow>{b}</mrow><mn>2</mn></msup>", binds
-            mark = "<mo>&sdot;</mo>" if re.match("(<mrow>|<msup>)*<mn>", b) else mark
+            words = re.findall(r"<mi>\w\w+(?=</mi>)", a)[-1:] and re.match(r"(<\w+>)*<mi>\w\w", b)
+            mark = "<mo>&sdot;</mo>" if words or re.match("(<mrow>|<msup>)*<mn>", b) else mark
         return a + mark + b, binds
 
     def call(self, name: str, arguments: Sequence[ast.expr]) -> tuple[str, int]:
@@ -114,6 +115,7 @@ class Writer:
             sign = "<mo>&sum;</mo>" if reduction[2] == "sum" else f"<mi>{reduction[2]}</mi>"
             under = f"<munder>{sign}<mtext>{reduction[1]}</mtext></munder>{THIN}"
             return under + self.write(arguments[0], PRODUCT), SUM
+        arguments = arguments[:1] if name == "newton_schulz" else arguments  # the others are hyper-parameters
         listed = "<mo>,</mo>".join(map(self.write, arguments))
         return f"<mi>{escape(name)}</mi><mrow><mo>(</mo>{listed}<mo>)</mo></mrow>", ATOM
 
