@@ -1,6 +1,6 @@
 """Train three small tasks by rules with sums over the model, in ordinary steps and with gradients released.
 
-    python -m docs.tools.released_sums                         the table of docs/memory.md
+    python -m docs.tools.released_sums                         the table of docs/benchmarks/released-sums.md
     python -m docs.tools.released_sums sorting --seeds 3       of one task
 
 Both ways start from the same weights and see the same batches, seed by seed, under int8_split24; needs scikit-learn.
