@@ -126,7 +126,7 @@ def test_floors_have_no_cycle() -> None:
     assert_one_way({room: rooms for room, (rooms, _) in ROOMS.items()})
 
 
-FRAMEWORKS = {"torch", "transformers", "accelerate", "lightning", "timm", "torchtitan"}
+FRAMEWORKS = {"torch", "transformers", "accelerate", "lightning", "timm", "torchtitan", "trl", "datasets", "tokenizers"}
 READ: dict[str, tuple[set[str], set[str]]] = {
     "specs": ({"lang", "formats"}, {"specs"}),
     "examples": ({"lang", "formats", "optim", "accumulate", "integrations"}, FRAMEWORKS),

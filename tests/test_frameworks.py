@@ -1,7 +1,7 @@
 """Training frameworks as their users use them: the examples, stopped and resumed, are bit for bit one run.
 
 Where a framework is not installed its tests are skipped: they come with `pip install optgen[test]`, and with
-`make setup`, which leaves out the data sets and loggers that torchtitan asks for and nothing here needs.
+`make setup`, which leaves out the loggers and servers that torchtitan asks for and nothing here needs.
 """
 
 import os
@@ -86,6 +86,33 @@ def test_trainer_evaluates_and_saves_at_the_same_step(tmp_path: Path, rule: str)
         assert not same_weights(plain.model, trainer.model)
         trainer.optimizer.train()
         assert same_weights(plain.model, trainer.model)
+
+
+@pytest.mark.full
+def test_states_are_away_while_trl_generates(tmp_path: Path) -> None:
+    """A step is refused where TRL asks for rewards; the run is that of an optimizer whose states stay."""
+    grpo = example("trl_rollouts", "trl")
+    refused: list[str] = []
+
+    def made(*callbacks: Any) -> Any:
+        def reward(**given: Any) -> list[float]:
+            if callbacks:
+                with pytest.raises(RuntimeError) as error:
+                    trainer.optimizer.step()
+                refused.append(str(error.value))
+            return grpo.even(given["completions"])
+
+        trainer = grpo.trainer(str(tmp_path), 12, *callbacks)
+        trainer.reward_funcs = [reward]
+        trainer.train()
+        return trainer
+
+    away, stayed = made(grpo.Away()), made()
+    assert len(refused) == 12 and all("call reload_states() first" in text for text in refused)
+    assert same_weights(away.model, stayed.model)
+    assert alike(bare(away.optimizer).state_dict(), bare(stayed.optimizer).state_dict())
+    rewards = [entry["reward"] for entry in away.state.log_history if "reward" in entry]
+    assert rewards[-1] > rewards[0] + 0.1
 
 
 # -- accelerate -------------------------------------------------------------------------------------------

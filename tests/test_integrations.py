@@ -1,6 +1,6 @@
 """`optgen.integrations` in the frameworks themselves: AdamW, Muon and CAME, bit for bit as they are by themselves.
 
-TRL, axolotl, jsonargparse (of LightningCLI) and Megatron are in no environment that `make setup` makes;
+axolotl, jsonargparse (of LightningCLI) and Megatron are in no environment that `make setup` makes;
 `PYTHONPATH=FOLDER make test ARGS=tests/test_integrations.py` tests them too, from a folder of `pip install --target`.
 """
 
@@ -52,7 +52,7 @@ def assert_as_by_itself(model: nn.Module, rule: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", [*RULES, {"lm_head": "muon", "*": "adamw"}], ids=str)
-@pytest.mark.parametrize("way", ["transformers", "trl", "axolotl"])
+@pytest.mark.parametrize("way", ["transformers", pytest.param("trl", marks=pytest.mark.full), "axolotl"])
 def test_trainers(tmp_path: Path, rule: Any, way: str) -> None:
     ours = module("axolotl" if way == "axolotl" else "transformers", "transformers", "accelerate", way)
     hf = example("hf_trainer", "transformers", "accelerate")

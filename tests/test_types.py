@@ -38,13 +38,13 @@ def script(model: nn.Module, opt: Optimizer) -> None:
 ANY = "from typing import Any\ndef __getattr__(name: str) -> Any: ...\n"
 LIGHTNING = f"from torch import nn\n{ANY}class LightningModule(nn.Module): ...\n"
 FRAMEWORKS = {"lightning.pyi": LIGHTNING} | dict.fromkeys(
-    ("accelerate.pyi", "transformers.pyi", "timm/__init__.pyi", "timm/optim.pyi", "timm/scheduler.pyi",
-     "timm/models/__init__.pyi", "timm/models/vision_transformer.pyi"), ANY,
+    ("accelerate.pyi", "datasets.pyi", "transformers.pyi", "trl.pyi", "timm/__init__.pyi", "timm/optim.pyi",
+     "timm/scheduler.pyi", "timm/models/__init__.pyi", "timm/models/vision_transformer.pyi"), ANY,
 )  # fmt: skip
 """Stubs in the place of packages that take minutes, or that are not here."""
 
-LOOSE = "# mypy: allow-untyped-calls, no-warn-return-any\n"
-"""What strict scripts need: torch's `backward` is untyped, and the stubs above return Any."""
+LOOSE = "# mypy: allow-untyped-calls, allow-subclassing-any, no-warn-return-any\n"
+"""What strict scripts need: torch's `backward` is untyped, and of the stubs above all is Any."""
 UNTYPED = "# mypy: allow-untyped-defs\n# pyright: basic\n"
 """What specs need, the text of a language."""
 FOREIGN = re.compile(r"^(import|from) (accelerate|lightning|timm|transformers|optgen\.integrations)", re.MULTILINE)

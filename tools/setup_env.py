@@ -30,7 +30,7 @@ MIN_PYTHON = (3, 11)
 TORCH = "2.13.0"
 TRITON = "3.9.0"  # where torch brings none of its own: the interpreter and the cross-compilers need no GPU
 BARE = ("torchtitan", "tyro", "typeguard", "docstring_parser", "spmd_types")
-"""torchtitan and what its optimizers import: without the data sets, loggers and servers that it also asks for."""
+"""torchtitan and what its optimizers import: without the loggers and servers that it also asks for."""
 APART = ("timm", "torchvision")
 """Installed into FRAMEWORKS: beside a CPU build of torch, a torchvision that is none stops all that import it."""
 FRAMEWORKS = VENV / "frameworks"
