@@ -65,8 +65,8 @@ class Line:
         squares = torch.tensor([of_pattern(x) ** 2 for x in (self.low, self.high)]).view(torch.int32)
         return int(squares[0]), int(squares[1])
 
-    def store(self, patterns: torch.Tensor, word: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes as i32 that increase with the pattern, what they read as in f64) for a vector of patterns."""
+    def encode(self, patterns: torch.Tensor, word: int | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Return the fields of a block for each of a vector of patterns, and what its last number reads as."""
         size = max(self.format.block, len(self.others) + 1)
         block, at = torch.full((len(patterns), 1, size), self.others[0] if self.others else 0.0), len(self.others)
         block[:, 0, :at] = torch.tensor(self.others)
@@ -77,10 +77,16 @@ class Line:
         root = torch.ones(()) if self.format.relative else None
         parts = self.format.encode(block, noise=noise, root=root)
         kept = self.format.decode_root(parts) if self.rooted else self.format.decode(parts, root=root)
-        codes = self.format.code(parts).expand(block.shape)[:, 0, at]
+        return parts, kept[:, 0, at]
+
+    def store(self, patterns: torch.Tensor, word: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes as i32 that increase with the pattern, what they read as in f64) for a vector of patterns."""
+        parts, kept = self.encode(patterns, word)
+        shape = (len(patterns), 1, max(self.format.block, len(self.others) + 1))
+        codes = self.format.code(parts).expand(shape)[:, 0, len(self.others)]
         if codes.dtype in (torch.bfloat16, torch.float16):
             codes = codes.view(torch.int16)
-        return codes.int() * int(self.sign), kept[:, 0, at].double()
+        return codes.int() * int(self.sign), kept.double()
 
 
 def lines(fmt: Format, bound: Bound) -> list[Line]:
@@ -108,18 +114,20 @@ def lines(fmt: Format, bound: Bound) -> list[Line]:
     return [Line(fmt, 0, ONE, (1.0,), False, sign) for sign in ((1.0, -1.0) if fmt.signed else (1.0,))]
 
 
-def _code_ends(line: Line, word: int | None) -> torch.Tensor:
-    """Every pattern at which the code changes, the ones before, and both ends of the line."""
+@lru_cache(maxsize=1024)
+def starts(line: Line, word: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of the line and the first pattern of each, in rising order."""
     low, high = line.ends()
     first, last = (int(line.store(torch.tensor([p], dtype=torch.int32), word)[0]) for p in (low, high))
-    codes = torch.arange(first + 1, last + 1, dtype=torch.int32)
+    codes = torch.arange(first, last + 1, dtype=torch.int32)
     below = torch.full_like(codes, low)
     above = torch.full_like(codes, high)
-    while len(codes) and int((above - below).max()) > 1:
+    while int((above - below).max()) > 1:
         middle = below + ((above - below) >> 1)
         reached = line.store(middle, word)[0] >= codes
         above, below = torch.where(reached, middle, above), torch.where(reached, below, middle)
-    return torch.cat([below, above, torch.tensor([low, high], dtype=torch.int32)])
+    above[0] = low
+    return codes, above
 
 
 @lru_cache(maxsize=256)
@@ -131,7 +139,8 @@ def certify(fmt: Format) -> Certificate:
     supremum, at = 0.0, 0.0
     for line in lines(fmt, bound):
         for word in words:
-            patterns = _code_ends(line, word)
+            begins = starts(line, word)[1]
+            patterns = torch.cat([begins, begins[1:] - 1, begins.new_tensor([line.ends()[1]])])
             number, kept = line.number(patterns), line.store(patterns, word)[1]
             error = (kept - number).abs()
             if line.relative:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tools.claims import WIDTHS, families, shipped
 from tools.prose import filled, table
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "benchmarks" / "bounds.md"
 BEGIN, END = "<!-- bounds: docs/tools/format_bounds.py -->", "<!-- end of bounds -->"
 BLOCKS = 600
-WIDTHS = (8, 6, 5, 4, 3, 2)
 
 
 @dataclass(frozen=True)
@@ -160,45 +160,11 @@ def of_master(master: Any, param: Any, plans: tuple[str, ...]) -> Row:
 
 @lru_cache(maxsize=1)
 def rows() -> tuple[list[Row], list[Row]]:
-    """Return (states, weights) of the shipped plans, each format once, with the plans that have it."""
-    from optgen.driver import targets
-    from optgen.formats import Plan
     from optgen.ops import dtypes
-    from specs import adamw, plans
 
-    spec = adamw.adamw
-    flags = {f.name: f.default for f in spec.flags}
-    recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
-    states: dict[Any, list[str]] = {}
-    weights: dict[Any, list[str]] = {}
-    for name, plan in vars(plans).items():
-        if isinstance(plan, Plan):
-            storage = plan.storage(spec.present(flags), dtypes.bf16, False, recurrences)
-            for fmt in storage.states.values():
-                states.setdefault(fmt, []).append(name)
-            weights.setdefault(storage.master, []).append(name)
-    of_states = [of_format(fmt, tuple(dict.fromkeys(names))) for fmt, names in states.items()]
-    return of_states, [of_master(m, dtypes.bf16, tuple(names)) for m, names in weights.items()]
-
-
-def families() -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield (compander, rounding, its widths); then the logarithms."""
-    from optgen.formats import Blocked, LogMax, LogMinMax, companders, scales
-    from optgen.formats.format import Rounding
-
-    softsigns = [companders.softsign(x) for x in (0.5, 1, 2)]
-    roundings: tuple[Rounding, ...] = ("nearest", "stochastic")
-    for rounding in roundings:
-        for curve in (companders.linear, *softsigns):
-            made: list[Any] = [Blocked(b, 64, curve, scales.ue8m8, rounding=rounding) for b in WIDTHS]
-            yield str(curve), rounding, [of_format(fmt) for fmt in made]
-    for rounding in ("nearest", "stochastic"):
-        made = [LogMinMax(b, 64, rounding=rounding) for b in WIDTHS if b >= 4]  # type: ignore[arg-type]
-        yield "min/max logarithm", rounding, [of_format(fmt) for fmt in made]
-    for rounding in ("nearest", "stochastic"):
-        spans = {b: min(2.0, ((1 << b) - 1) / 2) for b in WIDTHS}
-        made = [LogMax(b, 64, o, rounding) for b, o in spans.items()]  # type: ignore[arg-type]
-        yield "fixed logarithm", rounding, [of_format(fmt) for fmt in made]
+    states, weights = shipped()
+    of_weights = [of_master(m, dtypes.bf16, tuple(names)) for m, names in weights.items()]
+    return [of_format(fmt, tuple(names)) for fmt, names in states.items()], of_weights
 
 
 def number(x: float) -> str:
@@ -226,7 +192,8 @@ def text() -> str:
     lines += [f"- {what}: {valid}" for what, valid in ranges]
     lines += ["", "Families, by the bits of a code: bound (random blocks in parts of it).", ""]
     of_families = []
-    for curve, rounding, made in families():
+    for curve, rounding, formats in families():
+        made = [of_format(fmt) for fmt in formats]
         widths = [f"{number(r.bound)} ({r.fuzzed:.2f})" for r in made] + [""] * (len(WIDTHS) - len(made))
         suprema = [r.supremum for r in made if r.supremum is not None]
         of_families.append((curve, rounding, *widths, f"{min(suprema):.4f} to {max(suprema):.4f}"))

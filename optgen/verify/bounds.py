@@ -74,17 +74,17 @@ def steady_state(fmt: Format, decay: float) -> Steady:
     if bound.of in ("value", "root"):
         relative = (1 + step) ** 2 - 1 if bound.of == "root" else step
         low, high = _factor(decay, relative)
-        if random and decay < 0:
-            return Steady(low, high, "value", "independent errors", _spread(decay, relative))
-        if random:
-            # A value on the grid moves by (1 - decay) of itself and is rounded over one cell: the noise of a step
-            # is cell * movement, and 1 / (1 - decay) of them are remembered.
-            return Steady(low, high, "value", "sqrt(cell / 2)", math.sqrt(relative / 2))
-        return Steady(low, high, "factor", "geometric sum of relative errors")
-    most = step / (1 - abs(decay))  # under a negative decay, of errors that alternate
+        if not random:
+            return Steady(low, high, "factor", "geometric sum of relative errors")
+        # A value on the grid of wide cells moves by (1 - decay) of itself and is rounded over one cell: the noise of a
+        # step is cell * movement, and 1 / (1 - decay) of them are remembered.  It crosses narrow cells.
+        narrow, wide = _spread(decay, relative), math.sqrt(relative / 2)
+        law = "independent errors" if narrow < wide else "sqrt(cell / 2)"
+        return Steady(low, high, "value", law, min(narrow, wide))
+    # Errors of roots add up under the root of the decay, which is reached where an average fades to 0.
+    most = step / (1 - (math.sqrt(abs(decay)) if fmt.of == "sqrt" else abs(decay)))
     if random:
-        worst = most if decay < 0 else 2 * step
-        return Steady(-worst, worst, bound.of, "independent errors", _spread(decay, step))
+        return Steady(-most, most, bound.of, "independent errors", _spread(decay, step))
     return Steady(-most, most, bound.of, "geometric sum of errors")
 
 
