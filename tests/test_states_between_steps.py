@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import optgen
 from optgen.accumulate import accumulator
+from optgen.by_name import list_rules
+from tests.harness import sampled
 from tests.test_modes import KINDS, PLANS, Cell, Run
 from tests.training import bits, through_file
 
@@ -127,8 +129,39 @@ def test_some_states_are_reset_where_they_lie_and_the_rest_stays(tmp_path: Path)
     for given, words in (({"patterns": "embed*"}, r"'embed\*' matches no"), ({"keep": ["exp"]}, "called 'exp'")):
         with pytest.raises(ValueError, match=words):
             run.opt.reset_states(**given)
-    with pytest.raises(ValueError, match=r"NovoGrad has first steps of another kind: call it with keep=\(\)"):
-        run_of("novograd", "fp32", tmp_path).opt.reset_states()
+
+
+FIRST: Any = [("novograd", {}), ("shampoo", {}), ("spam", {}), ("stable_spam", {}), ("ademamix", {"beta3_warmup": 9})]
+
+
+@pytest.mark.parametrize(("rule", "options"), [
+    *sampled("reset", [(name, {}) for name in list_rules() if name not in dict(FIRST)]), *FIRST, ("ademamix", {}),
+])  # fmt: skip
+def test_a_reset_keeps_the_count_or_is_refused(rule: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Steps that follow are those of first states at that count; rules that tell a first step are refused."""
+    run, new = (run_of(rule, "fp32", tmp_path) for _ in range(2))
+    for group in run.opt.param_groups:
+        group.update(options)
+    before, states = run.bits(), new.opt.state.values()
+    host = [{name: x for name, x in kept.items() if not isinstance(x, Tensor)} for kept in states]
+    try:
+        run.opt.reset_states()
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert "first steps of another kind: call it with keep=()" in refusal
+        assert run.bits() == before and (rule, options) != ("ademamix", {})
+        return
+    assert (rule, options) not in FIRST
+    new.opt.reset_states(keep=())
+    for kept, numbers in zip(states, host, strict=True):
+        kept.update(numbers)
+    for one in (run, new):
+        for step in range(2, 4):
+            one.step(step)
+    assert run.bits() == new.bits()
 
 
 SEVERAL = {"^m|^large": {"rule": "muon", "lr": 0.01}, "*": "lion"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection
+import math
+import operator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,20 +14,27 @@ from optgen.runtime.checkpoint import checkpoint, weights
 from optgen.runtime.layout import sharded_states, sharding
 from optgen.runtime.options import options, overrides
 from optgen.runtime.options.entries import Entry
-from optgen.runtime.records import Variant, fed_name
+from optgen.runtime.records import fed_name
 from optgen.runtime.states import state
 
 Rows = list[tuple[Any, Entry]]
 
 
+def _noting(answer: Callable[[float, float], bool]) -> Any:
+    """Return a comparison that notes if its answer at the first step is another one than late in a run."""
+
+    def compare(count: _Count, other: float) -> bool:
+        count.begins |= answer(1.0, other) != answer(math.inf, other)
+        return answer(float(count), other)
+
+    return compare
+
+
 class _Count(float):
-    """A count of steps that notes when it is compared, as of a rule whose first steps are of another kind."""
+    """A count of steps; `begins`: a rule compared it whose first steps are of another kind."""
 
-    compared = False
-
-    def __gt__(self, other: float) -> bool:
-        self.compared = True
-        return super().__gt__(other)
+    begins = False
+    __lt__, __le__, __gt__, __ge__ = map(_noting, (operator.lt, operator.le, operator.gt, operator.ge))
 
 
 @torch.no_grad()
@@ -61,7 +70,9 @@ def _refuse(what: str, rows: Rows, keep: set[str]) -> None:
     if rows and (extra := sorted(keep - known)):
         raise ValueError(f"{what}: keep: no state is called {extra[0]!r}; there are {', '.join(sorted(known))}")
     for (one, entry), variant in zip(rows, variants, strict=True):
-        if "step" in keep and _begins_otherwise(type(one), entry, variant):
+        count, hypers = _Count(9), options.hypers_of(type(one), entry.group)
+        variant.host[0](count, 1.0, **hypers, **dict(variant.host_states))
+        if "step" in keep and (count.begins or any(flag.first for flag in one.FLAGS)):
             raise ValueError(f"{what}: {type(one).__name__} has first steps of another kind: call it with keep=()")
 
 
@@ -72,12 +83,6 @@ def _called(what: str, rows: Rows, patterns: Collection[str]) -> Rows:
         if not any(fnmatch.filter(own, pattern) for own in names):
             raise ValueError(f"{what}: {pattern!r} matches no parameter that has states")
     return [row for row, own in zip(rows, names, strict=True) if any(fnmatch.filter(own, x) for x in patterns)]
-
-
-def _begins_otherwise(cls: Any, entry: Entry, variant: Variant) -> bool:
-    count = _Count(9)
-    variant.host[0](count, 1.0, **options.hypers_of(cls, entry.group), **dict(variant.host_states))
-    return count.compared or any(flag.first for flag in cls.FLAGS)
 
 
 def _reset(one: Any, entry: Entry, keep: Collection[str], everywhere: bool) -> None:
