@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -400,10 +401,39 @@ def transfer() -> Figure:
     return drawn
 
 
+def lightbench() -> Figure:
+    """Draw the steps in which five rules pass LightBench's tasks under eight storages, from lightbench.json."""
+    from docs.tools import lightbench as l
+
+    cells = json.loads(l.RECORD.read_text(encoding="utf-8"))["cells"]
+    tasks = [f"{task.name}-{level}" for task in l.TASKS for level in task.levels]
+    kinds = {GREEN: "at fp32's rate, in at most 1.1 times its steps", BLUE: "at fp32's rate, in more steps",
+             ORANGE: "at another rate only", RED: "not passed", GRID: "not passed in fp32, others not run"}  # fmt: skip
+    drawn, axes = figure(1060, 110 + 17 * len(tasks), 1, len(l.RULES), sharey=True)
+    for ax, rule in zip(axes, l.RULES, strict=True):
+        places: dict[str, list[tuple[int, int]]] = {kind: [] for kind in kinds}
+        for (y, task), (x, plan) in product(enumerate(tasks), enumerate(l.PLANS)):
+            (best, at), (steps, lr) = (cells.get(f"{task}, {rule}, {p}", (0, 0, 0))[:2] for p in ("fp32", plan))
+            kind = RED if not steps else ORANGE if lr != at else GREEN if steps <= 1.1 * best else BLUE
+            places[kind if best and f"{task}, {rule}, {plan}" in cells else GRID].append((x, y))
+            if steps and (plan == "fp32" or kind != GREEN):
+                ax.text(x, y, steps, color=PAPER, fontsize=8, ha="center", va="center_baseline")
+        for kind, at in places.items():
+            ends = [(x + half, y) for x, y in at for half in (-0.38, 0.38, math.nan)]
+            ax.plot(*np.reshape(ends, (-1, 2)).T, color=kind, linewidth=14, solid_capstyle="butt", label=kinds[kind])
+        ax.set_xticks(range(len(l.PLANS)), l.PLANS, rotation=90, fontsize=9)
+        ax.set_yticks(range(len(tasks)), tasks, fontsize=9)
+        ax.set(title=rule, xlim=(-0.5, len(l.PLANS) - 0.5), ylim=(len(tasks) - 0.5, -0.5))
+        ax.grid(visible=False)
+        ax.tick_params(left=False, bottom=False)
+    drawn.legend(handles=axes[0].lines, loc="outside lower center", ncols=3)
+    return drawn
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "memory": memory, "pareto": pareto, "training": training, "evidence": evidence, "curves": curves, "frozen": frozen,
     "kernels": kernels, "freeze": freeze, "length": length, "rounding": rounding, "singular": singular,
-    "transfer": transfer, "language_model": language_model,
+    "transfer": transfer, "lightbench": lightbench, "language_model": language_model,
 }  # fmt: skip
 
 
