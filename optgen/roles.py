@@ -30,7 +30,7 @@ NAMES = (
     ("head", HEAD),
     ("head", re.compile(r"^heads\.\w+(\.weight)?$")),
     ("embedding", EMBEDDING),
-    ("embedding", TOKENS := re.compile(r"(^|[._])(emb(ed(ding)?)?s?|tokens?|lora_embedding_[AB]\.\w+)$")),
+    ("embedding", TOKENS := re.compile(r"(^|[._])(emb(ed(ding)?)?s?|pos|tokens?|lora_embedding_[AB]\.\w+)$")),
     ("vector", re.compile(r"(^|[._])(bias\w*|norm\w*|A_log)(\.weight)?$")),
 )
 """Roles by names, the first that holds.  TOKENS: in no layer of their own, and adapters of embeddings."""

@@ -223,9 +223,10 @@ def test_nothing_is_changed_or_copied_as_a_whole(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(opt.state_dict()["state"], before, rtol=0, atol=0)
 
 
-def test_groups_rules_and_what_is_not_known() -> None:
+@pytest.mark.parametrize("first", ["0", lambda name, p: name.startswith("0")], ids=["pattern", "function"])
+def test_groups_rules_and_what_is_not_known(first: Any) -> None:
     model = model_of(BF16)
-    opt = optgen.make({"0": "lion", "*": {"rule": "adamw", "plan": "bnb8"}}, model, lr=1e-5)
+    opt = optgen.make({first: "lion", "*": {"rule": "adamw", "plan": "bnb8"}}, model, lr=1e-5)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     opt.step()
@@ -265,6 +266,9 @@ def test_the_command_predicts(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)["stays"]
     assert found["weights"] > 0.95
     assert found["exp_avg_sq"] == 1
+    assert cli.main(["diagnose", "--rule", "adamw", "--lr", "1e-3", "--steps", "1"]) in (0, 1)
+    said = capsys.readouterr()
+    assert "weights" in said.out and "rates above 0.0003 are beyond those compared" in said.out + said.err
     assert cli.main(["diagnose", "--rule", "lion", "--dtype", "fp32", "--steps", "20"]) == 0
     assert cli.main(["diagnose", "--rule", "adamw", "--betas", "0.9", "2"]) == 2
     assert cli.main(["diagnose", "--rule", "sgd", "--betas", "0.9"]) == 2

@@ -104,7 +104,7 @@ def test_names_of_adapters_and_wrappers() -> None:
         "base_model.model.lm_head.modules_to_save.default.weight": "head", "module.embed_tokens.original_module.weight":
         "embedding", "a.q_proj.lora_B.default.weight": "lora_b", "a.lora_down.weight": "lora_a", "h.0.mixer.A_log":
         "vector", "_orig_mod.wte.weight": "embedding", "m.embed_tokens.lora_embedding_A.default": "embedding",
-        "layers.3.output.weight": "hidden", "blocks.0.attn.relative_position_bias_table": "vector",
+        "layers.3.output.weight": "hidden", "pos": "embedding", "blocks.0.attn.relative_position_bias_table": "vector",
         "a.q_proj.base_layer.weight": "hidden", "m.exploration.weight": "hidden",
     }  # fmt: skip
     assert roles.find([(name, torch.zeros(4, 6)) for name in wanted]) == wanted

@@ -365,9 +365,10 @@ def diagnose(t: Terminal, given: Namespace) -> None:
     options = {name: x for name in ("lr", "betas", "eps") if (x := getattr(given, name)) is not None}
     settings = {name: getattr(given, name) for name in ("weight_std", "gradient_std", "steps")}
     rows, lost = d.predicted(found, dtype, options, **settings)
-    t.result |= {"rule": found.name, "dtype": dtype, "lost_eps": lost}
-    t.result["stays"] = {row.name: row.stays for row in rows}
+    t.result |= {"rule": found.name, "dtype": dtype, "lost_eps": lost, "stays": {row.name: row.stays for row in rows}}
     t.show(table(("",) * 5, [row.cells for row in rows]))
+    if {**found.defaults, **options}.get("lr", 0.0) > d.COMPARED:
+        t.warn(f"rates above {d.COMPARED:g} are beyond those compared with training: weights grow, and more stay")
     if lost:
         t.warn(lost)
     if lost or any((row.stays or 0.0) >= d.LEAST for row in rows):

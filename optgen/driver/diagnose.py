@@ -82,8 +82,8 @@ class Finding:
 
     def __str__(self) -> str:
         worst = ", ".join(f"{name} {share:.1%}" for name, share in self.row.worst)
-        lines = [f"group {self.row.group}, {self.row.name}: {self.reason}"]
-        return "\n".join([*lines, *([f"    worst: {worst}"] if worst else []), f"    mend: {self.mend}"])
+        lines = f"group {self.row.group}, {self.row.name}: {self.reason}\n" + f"    worst: {worst}\n" * bool(worst)
+        return f"{lines}    mend: {self.mend}"
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,9 @@ def diagnose(optimizer: torch.optim.Optimizer, model: Any = None) -> Diagnosis:
 
 def _places(optimizer: Any) -> list[tuple[Any, int, str]]:
     """Return the optimizer of one rule that has each group, the group's place there, and what code calls it."""
-    parts = {f"opt.parts[{key!r}]": part for key, part in getattr(optimizer, "parts", {}).items()} or {"opt": optimizer}
+    own = getattr(optimizer, "parts", {})
+    keys = [repr(key) if isinstance(key, str) else f"[*opt.parts][{n}]" for n, key in enumerate(own)]
+    parts = {f"opt.parts[{key}]": part for key, part in zip(keys, own.values(), strict=True)} or {"opt": optimizer}
     of = {id(group): (part, n, name) for name, part in parts.items() for n, group in enumerate(part.param_groups)}
     return [of[id(group)] for group in optimizer.param_groups]
 
@@ -319,6 +321,8 @@ def lost_eps(eps: Any, name: str) -> str:
 
 # -- before a run
 
+COMPARED = 3e-4
+"""The largest rate at which AdamW's predictions are within a tenth of what trained models show (docs/frozen.md)."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

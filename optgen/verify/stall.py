@@ -35,8 +35,9 @@ def predict(
         g = torch.randn(SIDE, SIDE, generator=draw).double() * gradient_std
         idle = spec.evaluate(p, torch.zeros_like(g), t, states, host, **options)[1]
         new, after, host = spec.evaluate(p, g, t, states, host, **options)
-        if t > max(1, steps - LAST):
-            for name, before, x in [("weights", p, new), *((name, states[name], x) for name, x in idle.items())]:
+        if t > steps - LAST:
+            kept = ((name, states[name], idle[name]) for name in states)
+            for name, before, x in [("weights", p, new), *kept]:
                 moving = x != before
                 if x.shape == p.shape and bool(moving.any()):
                     found.setdefault(name, []).append(float((x.to(dtype) == before)[moving].double().mean()))
