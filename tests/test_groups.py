@@ -1,5 +1,6 @@
 """Groups share launches: one line of scalars for each group and count of steps, the bits of buckets of their own."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from optgen.runtime import Optimizer
 from optgen.runtime.cpu import cpu, native
 from optgen.runtime.gpu import compiled
 from optgen.runtime.layout import workspace
+from optgen.runtime.options.options import Numbers
 from optgen.runtime.work import counting
+from optgen.runtime.work.counting import Lines
 from specs.sgd import sgd
 from tests import training
 from tests.harness import imported
@@ -78,13 +81,39 @@ def test_a_backend_that_one_group_asks_for_is_had_or_refused(monkeypatch: pytest
 
 
 def test_rates_that_change_in_many_groups_make_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host computes scalars once for groups that are alike: of three rates and two seeds, one of them uphill."""
-    opt, asked, on_host = in_groups(optim.AdamW, "cpp", plan="fp32"), list[int](), counting.on_host
+    """The host computes the scalars of all groups at once."""
+    opt, asked, of_lines = in_groups(optim.AdamW, "cpp", plan="fp32"), list[int](), counting._of_lines
     run(opt, 3)
     taken = training.planned_steps(monkeypatch)
-    monkeypatch.setattr(counting, "on_host", lambda v, lines, own: asked.append(len({*own})) or on_host(v, lines, own))
+    monkeypatch.setattr(counting, "_of_lines", lambda *given: asked.append(len(given[2])) or of_lines(*given))
     run(opt, 1)
-    assert taken == [True] and asked == [5]
+    assert taken == [True] and asked == [len(SHAPES)]
+
+
+@pytest.mark.parametrize("rule", ["AdamW", "NAdam", "RAdam", "AdaBelief", "Adafactor", "ScheduleFreeAdamW", "AdEMAMix"])
+def test_scalars_of_lines_are_those_of_each_line(rule: str) -> None:
+    """To the last bit, with other rates, exponents and counts of steps, and states of the host."""
+    cls = getattr(optim, rule)
+    opt = cls([{"params": [p]} for p in training.parameters([(4, 6)] * 6)], plan="fp32", backend="cpp")
+    training.train(opt, [0])
+    (variant,) = {one.bucket.variant for one in opt._stepper.plans.kept[0].parts}
+    groups = [dict(group) for group in opt.param_groups]
+    for k, (group, hyper) in enumerate(itertools.product(groups, cls.HYPERS)):
+        if hyper.name in ("lr", "betas", "beta2_decay", "momentum_decay", "weight_decay", "r", "alpha"):
+            shrunk = 1 - (7 * k % 11) / 97
+            old = group[hyper.name]
+            group[hyper.name] = tuple(x * shrunk for x in old) if isinstance(old, tuple) else old * shrunk
+    for steps in ([7] * 6, [1, 2, 7, 7, 10_000, 3]):
+        hosts = [tuple(0.3 / (k + 1) for _ in variant.host_names) for k in range(6)]
+        whole = counting.on_host(variant, Lines([*range(6)], [*range(6)], steps, hosts), Numbers(cls, groups))
+        alone = [
+            counting.on_host(variant, Lines([0], [0], [step], [host]), Numbers(cls, [group]))
+            for step, host, group in zip(steps, hosts, groups, strict=True)
+        ]
+        for k, one in enumerate(alone):
+            assert whole.scalars.of(k).tobytes() == one.scalars.values.tobytes()
+            assert (whole.scalars.keys[k], whole.scalars.counts[k]) == (one.scalars.keys[0], one.scalars.counts[0])
+            assert repr(whole.after[k]) == repr(one.after[0])
 
 
 @pytest.mark.parametrize("rule", ["AdamW", "NAdam"])

@@ -84,6 +84,22 @@ def test_a_host_scalar_is_the_same_of_numbers_and_of_tensors(name: str) -> None:
                 assert math.copysign(1, got.item()) == math.copysign(1, wanted), (text, given)
 
 
+@pytest.mark.parametrize("name", sorted(ON_HOST))
+def test_a_host_scalar_of_several_lines_has_the_bits_of_each(name: str) -> None:
+    """All operands tensors, or one of them a number."""
+    text = HostPrinter(Program("none", (), (), (), ())).text(_op(name, *operands(name)).node)
+    compute = eval(f"lambda a, b, c: {text}", vars(scalars))
+    given = [x for x in itertools.product(NUMBERS, NUMBERS, (1.0, -2.5, math.nan)) if name != "where" or x[0] == x[0]]
+    columns = [torch.tensor(x, dtype=torch.float64) for x in zip(*given, strict=True)]
+    for number in range(-1, 3 if len(operands(name)) > 1 else 0):
+        mixed = [x[7].item() if k == number else x for k, x in enumerate(columns)]
+        got = compute(*mixed)
+        rows = zip(*(x.tolist() if isinstance(x, torch.Tensor) else [x] * len(given) for x in mixed), strict=True)
+        wanted = [compute(*row) for row in rows]
+        got = got.tolist() if isinstance(got, torch.Tensor) else [got] * len(given)
+        assert list(map(repr, map(float, got))) == list(map(repr, map(float, wanted))), (text, number)
+
+
 @optimizer()
 def stepwise(p, g, t, s=scalar(2.0), *, lr=hyper(1e-2, ge=0), k=hyper(3.0, ge=1)):
     s = where(equal(t, 2), s, 1.5 * s)

@@ -340,9 +340,9 @@ def test_what_is_relative_changes_with_its_root_and_random_bits_are_counted_on_t
     control = counting.Control(0, torch.device("cpu"))
     bare = replace(variant, rule=replace(variant.rule, host=lambda *_: ()))
     lines = counting.Lines([0], [0], [torch.tensor(0)], [()])
-    numbers = [Numbers(SimpleNamespace(HYPERS=()), {"maximize": False, "seed": 0})]
+    numbers = Numbers(SimpleNamespace(HYPERS=()), [{"maximize": False, "seed": 0}])
     with pytest.raises(RuntimeError, match=r"alone, average, size, upper: matrix states are rounded by random numbers"):
-        counting.on_device(bare, control, lines, numbers, torch.device("cpu"))
+        counting.on_device(bare, control, lines, numbers)
 
 
 def test_plans_say_the_bits_of_matrix_states() -> None:

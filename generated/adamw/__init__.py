@@ -2,7 +2,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
-from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.records.scalars import divide, maximum, power, root, where
 
 
 class AdamW(Optimizer):
@@ -50,8 +50,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_1 = root(1 - power(beta2, step))
+    common_2 = divide(lr, 1 - power(beta1, step)) * common_1
     common_3 = common_2 < 7.888609052210118e-31
     scalar_3 = where(common_3, 1, divide(1, common_2))
     scalar_4 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
@@ -67,8 +67,8 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
     scalar_0 = 1 - rate * weight_decay
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_2 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_1 = root(1 - power(beta2, step))
+    common_2 = divide(lr, 1 - power(beta1, step)) * common_1
     common_3 = common_2 < 7.888609052210118e-31
     scalar_3 = where(common_3, 1, divide(1, common_2))
     scalar_4 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
@@ -114,8 +114,8 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay):
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    sqrt_one_minus_beta2_pow_t = root(1 - power(beta2, step))
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - power(beta1, step))
     return (
         beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2,
         sqrt_one_minus_beta2_pow_t, lr_over_one_minus_beta1_pow_t,
@@ -129,8 +129,8 @@ def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr):
     scalar_0 = 1 - rate * weight_decay
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    sqrt_one_minus_beta2_pow_t = root(1 - power(beta2, step))
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - power(beta1, step))
     return (
         beta1, beta2, eps, grad_scale, scalar_0, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
         lr_over_one_minus_beta1_pow_t, peak_lr_2,

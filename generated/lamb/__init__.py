@@ -2,7 +2,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
-from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.records.scalars import divide, maximum, power, root, where
 
 
 class LAMB(Optimizer):
@@ -55,8 +55,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, 
     beta1, beta2 = betas
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_1 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = 1 / (1 - beta1**step) * common_1
+    common_1 = root(1 - power(beta2, step))
+    common_2 = 1 / (1 - power(beta1, step)) * common_1
     common_3 = common_2 < 7.888609052210118e-31
     scalar_2 = where(common_3, 1, 1 / common_2)
     scalar_3 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
@@ -69,8 +69,8 @@ def kernel_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, 
 def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, max_norm):
     beta1, beta2 = betas
     scalar_0 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = 1 / (1 - beta1**step) * common_1
+    common_1 = root(1 - power(beta2, step))
+    common_2 = 1 / (1 - power(beta1, step)) * common_1
     common_3 = common_2 < 7.888609052210118e-31
     scalar_1 = where(common_3, 1, 1 / common_2)
     scalar_2 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
@@ -114,8 +114,8 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, ma
     beta1, beta2 = betas
     one_minus_beta1 = 1 - beta1
     one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    one_minus_beta1_pow_t = 1 - beta1**step
+    sqrt_one_minus_beta2_pow_t = root(1 - power(beta2, step))
+    one_minus_beta1_pow_t = 1 - power(beta1, step)
     return (
         beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, sqrt_one_minus_beta2_pow_t,
         one_minus_beta1_pow_t, lr, min_norm, max_norm,
@@ -125,8 +125,8 @@ def host_scalars(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, ma
 def host_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm, max_norm):
     beta1, beta2 = betas
     one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
-    one_minus_beta1_pow_t = 1 - beta1**step
+    sqrt_one_minus_beta2_pow_t = root(1 - power(beta2, step))
+    one_minus_beta1_pow_t = 1 - power(beta1, step)
     return (
         beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta2, sqrt_one_minus_beta2_pow_t, one_minus_beta1_pow_t,
         lr, min_norm, max_norm,

@@ -2,7 +2,7 @@
 # fmt: off
 # ruff: noqa
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Series, Stage, StateRecord, by_flags
-from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.records.scalars import divide, maximum, power, root, where
 
 
 class Muon(Optimizer):
@@ -98,8 +98,8 @@ def kernel_scalars_2(
     adamw_betas_0, adamw_betas_1 = adamw_betas
     one_minus_adamw_betas_0_times_grad_scale = (1 - adamw_betas_0) * grad_scale
     scalar_1 = (1 - adamw_betas_1) * grad_scale * grad_scale
-    common_1 = root(1 - adamw_betas_1**step)
-    common_2 = divide(adamw_lr, 1 - adamw_betas_0**step) * common_1
+    common_1 = root(1 - power(adamw_betas_1, step))
+    common_2 = divide(adamw_lr, 1 - power(adamw_betas_0, step)) * common_1
     common_3 = common_2 < 7.888609052210118e-31
     scalar_2 = where(common_3, 1, divide(1, common_2))
     scalar_3 = divide(maximum(adamw_eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
@@ -186,9 +186,9 @@ def host_scalars_2(
     adamw_betas_0, adamw_betas_1 = adamw_betas
     one_minus_adamw_lr_times_weight_decay = 1 - adamw_lr * weight_decay
     one_minus_adamw_betas_0 = 1 - adamw_betas_0
-    adamw_lr_over_one_minus_adamw_betas_0_pow_t = divide(adamw_lr, 1 - adamw_betas_0**step)
+    adamw_lr_over_one_minus_adamw_betas_0_pow_t = divide(adamw_lr, 1 - power(adamw_betas_0, step))
     one_minus_adamw_betas_1 = 1 - adamw_betas_1
-    sqrt_one_minus_adamw_betas_1_pow_t = root(1 - adamw_betas_1**step)
+    sqrt_one_minus_adamw_betas_1_pow_t = root(1 - power(adamw_betas_1, step))
     return (
         adamw_betas_0, adamw_betas_1, adamw_eps, grad_scale, one_minus_adamw_lr_times_weight_decay,
         one_minus_adamw_betas_0, adamw_lr_over_one_minus_adamw_betas_0_pow_t, one_minus_adamw_betas_1,

@@ -4,7 +4,7 @@
 import torch
 
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
-from optgen.runtime.records.scalars import divide, maximum, root, where
+from optgen.runtime.records.scalars import divide, maximum, power, root, where
 from optgen.runtime.reference.matrices import (
     averaged, bjorck, column_norms, finite, orthogonal_iteration, sorting,
 )
@@ -199,7 +199,7 @@ def kernel_scalars(
     one_minus_beta2_times_where_lt_one_t_one_zero = (1 - beta2) * moves
     one_minus_shampoo_beta = 1 - shampoo_beta
     common_1 = moves * lr
-    scalar_0 = -divide(common_1 * root(1 - beta2**k), 1 - beta1**k)
+    scalar_0 = -divide(common_1 * root(1 - power(beta2, k)), 1 - power(beta1, k))
     scalar_1 = 1 - common_1 * weight_decay
     return (
         grad_scale, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
@@ -213,8 +213,8 @@ def kernel_scalars_2(
     beta1, beta2 = betas
     one_minus_beta1_times_grad_scale = (1 - beta1) * grad_scale
     scalar_1 = (1 - beta2) * grad_scale * grad_scale
-    common_1 = root(1 - beta2**step)
-    common_2 = divide(lr, 1 - beta1**step) * common_1
+    common_1 = root(1 - power(beta2, step))
+    common_2 = divide(lr, 1 - power(beta1, step)) * common_1
     common_3 = common_2 < 7.888609052210118e-31
     scalar_2 = where(common_3, 1, divide(1, common_2))
     scalar_3 = divide(maximum(eps * common_1, 1.1754943508222875e-38), where(common_3, 0, common_2))
@@ -234,7 +234,7 @@ def kernel_scalars_3(
     one_minus_shampoo_beta = 1 - shampoo_beta
     moves = where(1 < step, 1, 0)  # 55  moves = where(t > 1, 1.0, 0.0)
     common_1 = moves * lr
-    scalar_0 = -divide(common_1 * root(1 - beta2**k), 1 - beta1**k)
+    scalar_0 = -divide(common_1 * root(1 - power(beta2, k)), 1 - power(beta1, k))
     scalar_1 = 1 - common_1 * weight_decay
     return (
         grad_scale, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
@@ -366,7 +366,7 @@ def host_scalars(
     one_minus_beta2_times_where_lt_one_t_one_zero = (1 - beta2) * moves
     one_minus_shampoo_beta = 1 - shampoo_beta
     common_1 = moves * lr
-    scalar_0 = divide(common_1 * root(1 - beta2**k), 1 - beta1**k)
+    scalar_0 = divide(common_1 * root(1 - power(beta2, k)), 1 - power(beta1, k))
     scalar_1 = 1 - common_1 * weight_decay
     return (
         grad_scale, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,
@@ -380,9 +380,9 @@ def host_scalars_2(
     beta1, beta2 = betas
     one_minus_lr_times_weight_decay = 1 - lr * weight_decay
     one_minus_beta1 = 1 - beta1
-    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - beta1**step)
+    lr_over_one_minus_beta1_pow_t = divide(lr, 1 - power(beta1, step))
     one_minus_beta2 = 1 - beta2
-    sqrt_one_minus_beta2_pow_t = root(1 - beta2**step)
+    sqrt_one_minus_beta2_pow_t = root(1 - power(beta2, step))
     return (
         beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1, lr_over_one_minus_beta1_pow_t,
         one_minus_beta2, sqrt_one_minus_beta2_pow_t,
@@ -399,7 +399,7 @@ def host_scalars_3(
     one_minus_shampoo_beta = 1 - shampoo_beta
     moves = where(1 < step, 1, 0)  # 55  moves = where(t > 1, 1.0, 0.0)
     common_1 = moves * lr
-    scalar_0 = divide(common_1 * root(1 - beta2**k), 1 - beta1**k)
+    scalar_0 = divide(common_1 * root(1 - power(beta2, k)), 1 - power(beta1, k))
     scalar_1 = 1 - common_1 * weight_decay
     return (
         grad_scale, beta1, beta2, eps, one_minus_beta1_times_where_lt_one_t_one_zero,

@@ -49,14 +49,6 @@ def _div(p: HostPrinter, n: Node) -> Text:
     return p.call("divide", *n.args)
 
 
-def _pow(p: HostPrinter, n: Node) -> Text:
-    """base**exponent as it stands where it cannot overflow: 0 <= base <= 1 and exponent >= 0, beta**step above all."""
-    base, exponent = (p.intervals(a) for a in n.args)
-    if base[0] >= 0 and base[1] <= 1 and exponent[0] >= 0:
-        return f"{p.text(n.args[0], 41)}**{p.text(n.args[1], 40)}", 40
-    return p.call("power", *n.args)
-
-
 class HostPrinter(Printer):
     """A printer that knows the intervals of the hyper-parameters and the step."""
 
@@ -68,7 +60,7 @@ class HostPrinter(Printer):
 HOST: dict[str, Spelling] = {
     **COMMON,
     "const": _const,
-    "pow": _pow,
+    "pow": function("power"),
     "div": _div,
     **{x: function(x) for x in "abs atan2 erf exp floor log rint sigmoid sign tanh where".split()},
     "sqrt": function("root"),

@@ -223,11 +223,11 @@ def generated(backend: str) -> list[Contender]:
     return found
 
 
-def in_groups(contender: Contender, rates: int = 28) -> Contender:
-    """Return a contender that has each tensor in a group of its own, with so many rates in all."""
+def in_groups(contender: Contender) -> Contender:
+    """Return a contender that has each tensor in a group of its own, with a rate of its own."""
 
     def make(params: Sequence[torch.nn.Parameter]) -> Any:
-        groups: Any = [{"params": [p], "lr": 1e-3 * (1 + k % rates / rates)} for k, p in enumerate(params)]
+        groups: Any = [{"params": [p], "lr": 1e-3 * (1 + k / len(params))} for k, p in enumerate(params)]
         return contender.make(groups)
 
     return replace(contender, name=f"{contender.name}, a group for each tensor", make=make)

@@ -6,8 +6,8 @@ import difflib
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -202,24 +202,24 @@ def rates(cls: Any, given: Mapping[str, Any], group: Mapping[str, Any], defaults
 
 
 class Numbers:
-    """The numbers of the groups that are alike in these, as a step takes them.
+    """The numbers of groups, as a step takes them: of each, in lists.
 
-    sign  what gradients are multiplied with
-    seed  of the random bits
+    signs   what gradients are multiplied with
+    seeds   of the random bits
+    hypers  of each hyper-parameter, by name
+    last    True if all are the groups' own floats, which change where an option is another object alone
     """
 
-    def __init__(self, cls: Any, group: Mapping[str, Any]) -> None:
-        self._cls, self._group = cls, group
-        self.sign, self.seed = -1.0 if group["maximize"] else 1.0, group["seed"]
-
-    @cached_property
-    def hypers(self) -> dict[str, Any]:
-        """The hyper-parameters, read once for all buckets; errors as of `hypers_of`."""
-        return hypers_of(self._cls, self._group)
-
-    def on(self, device: torch.device) -> dict[str, Any]:
-        """Return the hyper-parameters as they are, tensors on a device among them."""
-        return hypers_of(self._cls, self._group, device)
+    def __init__(self, cls: Any, groups: Sequence[Mapping[str, Any]], device: torch.device | None = None) -> None:
+        """device: as in `Hyper.read`; errors as of `hypers_of`."""
+        self.signs = [-1.0 if group["maximize"] else 1.0 for group in groups]
+        self.seeds = [group["seed"] for group in groups]
+        given = {hyper.name: [group[hyper.name] for group in groups] for hyper in cls.HYPERS}
+        self.hypers = {hyper.name: hyper.read_all(given[hyper.name], device) for hyper in cls.HYPERS}
+        self.last = all(map(is_, given.values(), self.hypers.values()))
+        if scheduled := [hyper.name for hyper in cls.HYPERS if hyper.scheduled]:
+            read = [hypers_of(cls, group, device) for group in groups]
+            self.hypers |= {name: [own[name] for own in read] for name in scheduled}
 
 
 def hypers_of(cls: Any, group: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -89,6 +89,24 @@ class Hyper:
         if isinstance(self.default, tuple):
             return tuple(self._read(part, device) for part in self._parts(value, self.name))
         return self._read(value, device)
+
+    def read_all(self, values: list[Any], device: torch.device | None = None) -> list[Any]:
+        """Return the current values of the option in several groups, as `read` does of one; the list itself where they
+        are floats."""
+        columns: Iterable[Sequence[Any]] = [values]
+        if isinstance(self.default, tuple):
+            fit = {*map(type, values)} == {tuple} and {*map(len, values)} == {len(self.default)}
+            columns = zip(*values, strict=True) if fit else [()]
+        if all(map(self._are_floats, columns)):
+            return values
+        return [self.read(value, device) for value in values]
+
+    def _are_floats(self, numbers: Sequence[Any]) -> bool:
+        """Return True for floats within the range."""
+        if {*map(type, numbers)} != {float} or any(map(math.isnan, numbers)):
+            return False
+        whole = not self.whole or all(map(float.is_integer, numbers))
+        return whole and self.allows(min(numbers)) and self.allows(max(numbers))
 
     def _parts(self, value: object, where: str) -> Sequence[object]:
         """Return the numbers of a tuple, as many as there are to be."""

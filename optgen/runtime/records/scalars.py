@@ -1,13 +1,16 @@
 """Arithmetic of host scalars: IEEE answers where Python would raise; of tensors where a step is counted on a device.
 
-Every function takes Python floats, and gives one; or, where any argument is a 0-dim fp64 tensor, a 0-dim fp64 tensor
-on its device, without looking at its value.  So the generated host functions are the one formula of both.
+Every function takes Python floats, and gives one; or, where any argument is an fp64 tensor, an fp64 tensor on its
+device: 0-dim, or of several numbers, whose values are looked at on the host alone, for the bits that Python gives.  So
+the generated host functions are the one formula of all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -54,13 +57,13 @@ def column(values: Sequence[Any], other: Tensor) -> Any:
     first = values[0]
     if isinstance(first, tuple):
         return tuple(column(parts, other) for parts in zip(*values, strict=True))
-    if all(x is first for x in values):
+    if all(map(is_, values, repeat(first))):
         return first.double() if isinstance(first, Tensor) else first
     if not any(isinstance(x, Tensor) for x in values):
-        if len({*map(repr, values)}) == 1:
+        if len({*values}) == 1 and (first or len({*map(repr, values)}) == 1):
             return first
         if not _capturing():
-            return torch.tensor(values, dtype=torch.float64).to(other.device)
+            return torch.tensor(values, dtype=torch.float64, device="cpu").to(other.device)
     alike = len({x.dtype if isinstance(x, Tensor) else None for x in values}) == 1
     return torch.stack([x if alike and isinstance(x, Tensor) else _like(x, other).double() for x in values]).double()
 
@@ -111,25 +114,34 @@ def divide(a: Scalar, b: Scalar) -> Scalar:
         return math.nan if a == 0 or a != a else math.copysign(math.inf, a) * math.copysign(1.0, b)
 
 
+def _of_tensors(function: Callable[..., Scalar], torchs: Callable[..., Tensor], *given: Any) -> Tensor:
+    """Return torch's function of tensors; of several numbers that the host has, Python's, which may have other last
+    bits."""
+    if any(isinstance(x, Tensor) and (x.ndim == 0 or x.device.type != "cpu") for x in given):
+        return torchs(*given)
+    lines = (x.tolist() if isinstance(x, Tensor) else repeat(x) for x in given)
+    return torch.tensor(list(map(function, *lines)), dtype=torch.float64, device="cpu")
+
+
 def root(x: Scalar) -> Scalar:
     """The square root; NaN below 0."""
     if isinstance(x, Tensor):
-        return x.sqrt()
+        return _of_tensors(root, torch.sqrt, x)
     return math.sqrt(x) if x >= 0 else math.nan
 
 
 def cube_root(x: Scalar) -> Scalar:
     """The cube root, which has the sign of x."""
     if isinstance(x, Tensor):
-        return torch.copysign(x.abs() ** (1 / 3), x)
+        return _of_tensors(cube_root, lambda x: torch.copysign(x.abs() ** (1 / 3), x), x)
     return math.cbrt(x)
 
 
 def power(base: Scalar, exponent: Scalar) -> Scalar:
     """base ** exponent; overflow is an infinity, 0 to a negative power too, and what would be complex is NaN."""
     if isinstance(base, Tensor) or isinstance(exponent, Tensor):
-        made: Tensor = (base + 0.0) ** exponent  # -0.0 as 0.0, so that a negative power of it is +Inf
-        return made
+        # -0.0 as 0.0, so that a negative power of it is +Inf
+        return _of_tensors(power, lambda base, exponent: (base + 0.0) ** exponent, base, exponent)
     out: Any
     try:
         out = float(base) ** exponent  # of two whole numbers Python would make one of any length
@@ -143,7 +155,7 @@ def power(base: Scalar, exponent: Scalar) -> Scalar:
 def exp(x: Scalar) -> Scalar:
     """e ** x; overflow is an infinity."""
     if isinstance(x, Tensor):
-        return x.exp()
+        return _of_tensors(exp, torch.exp, x)
     try:
         return math.exp(x)
     except OverflowError:
@@ -153,13 +165,13 @@ def exp(x: Scalar) -> Scalar:
 def log(x: Scalar) -> Scalar:
     """The natural logarithm; -Inf at 0, NaN below."""
     if isinstance(x, Tensor):
-        return x.log()
+        return _of_tensors(log, torch.log, x)
     return math.log(x) if x > 0 else -math.inf if x == 0 else math.nan
 
 
 def tanh(x: Scalar) -> Scalar:
     """The hyperbolic tangent."""
-    return x.tanh() if isinstance(x, Tensor) else math.tanh(x)
+    return _of_tensors(tanh, torch.tanh, x) if isinstance(x, Tensor) else math.tanh(x)
 
 
 def sigmoid(x: Scalar) -> Scalar:
@@ -169,13 +181,13 @@ def sigmoid(x: Scalar) -> Scalar:
 
 def erf(x: Scalar) -> Scalar:
     """The error function."""
-    return x.erf() if isinstance(x, Tensor) else math.erf(x)
+    return _of_tensors(erf, torch.erf, x) if isinstance(x, Tensor) else math.erf(x)
 
 
 def atan2(y: Scalar, x: Scalar) -> Scalar:
     """The angle of the point (x, y)."""
     if isinstance(y, Tensor) or isinstance(x, Tensor):
-        return torch.atan2(_like(y, x), _like(x, y))
+        return _of_tensors(atan2, lambda y, x: torch.atan2(_like(y, x), _like(x, y)), y, x)
     return math.atan2(y, x)
 
 

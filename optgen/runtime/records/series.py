@@ -83,3 +83,6 @@ class Series(Hyper):
 
     def read(self, value: object, device: object = None) -> float:
         return number(value)
+
+    def read_all(self, values: list[Any], device: object = None) -> list[Any]:
+        return list(map(number, values))

@@ -11,12 +11,11 @@ users can free them.
 
 from __future__ import annotations
 
-import marshal
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, repeat
-from operator import call, is_, itemgetter
+from itertools import chain, compress, repeat
+from operator import call, is_, is_not, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -41,20 +40,22 @@ class Options:
 
     decided  what decides buckets, as it was when they were made
     values   all options, as they were at the last step; inside: lists and dicts among those that decide
-    numbers  of each group, one object for those that are alike
+    free     hyper-parameters that decide nothing
+    read     the numbers of the lines of buckets, by their groups and the device that reads tensors
     """
 
     DECIDING = (*sorted(options.OWN - {"seed"}), *options.RUNNING, "param_names")
-    PLAIN = frozenset({float, int, bool, type(None)})
 
     def __init__(self, cls: Any, groups: Sequence[Mapping[str, Any]]) -> None:
         self.cls = cls
         limits = [name for flag in cls.FLAGS for name in flag.limits] + [h.name for h in cls.HYPERS if h.whole]
         self.keys = (*self.DECIDING, *limits)
-        lr_if = (h.lr_if for h in cls.HYPERS if h.lr_if)
-        self.read = (*(h.name for h in cls.HYPERS), *lr_if, options.BASE, "maximize", "seed")
+        flags = {flag.nonzero or flag.name for flag in cls.FLAGS}
+        self.free = {h.name for h in cls.HYPERS} - flags - {*self.keys}
         self.params = self._listed(groups)
         self.decided = [[x.copy() if isinstance(x, (list, dict)) else x for x in self._deciding(g)] for g in groups]
+        self.names, self.values, self.inside = list[str](), list[Any](), list[tuple[Any, Any]]()
+        self.read: dict[tuple[tuple[int, ...], torch.device | None], options.Numbers]
         self._take(groups)
 
     def _listed(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -69,47 +70,34 @@ class Options:
         names, values = list(chain.from_iterable(groups)), list(chain.from_iterable(map(_values, groups)))
         if self._listed(groups) != self.params:
             return False
-        alike = names == self.names and all(map(is_, values, self.values))
-        if not alike or (self.inside and any(x != kept for x, kept in self.inside)):
+        self.groups, self.read = groups, {own: found for own, found in self.read.items() if found.last}
+        others = set(compress(names, map(is_not, values, self.values))) if names == self.names else {""}
+        if not others <= self.free or (self.inside and any(x != kept for x, kept in self.inside)):
             if list(map(self._deciding, groups)) != self.decided:
                 return False
             self._take(groups)
-        elif not self.plain:
-            self._number(groups)
+        elif others:
+            self.values, self.read = values, {}
         return True
 
     def _take(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self.names, self.values = list(chain.from_iterable(groups)), list(chain.from_iterable(map(_values, groups)))
         inside = (group.get(key) for group in groups for key in self.keys)
         self.inside = [(x, x.copy()) for x in inside if isinstance(x, (list, dict))]
-        self._number(groups)
-
-    def _number(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Read the numbers anew; not again while they are the same Python numbers (`plain`)."""
-        found: dict[object, options.Numbers] = {}
-        self.numbers, self.plain = list[options.Numbers](), True
-        for group in groups:
-            own = tuple(map(group.get, self.read))
-            try:
-                key: object = marshal.dumps(own, 2)  # exact: zeros have signs, and 1 is not 1.0
-            except ValueError:  # tensors
-                key = None
-            if key not in found:
-                parts = chain.from_iterable(x if type(x) is tuple else (x,) for x in own)
-                if not self.PLAIN.issuperset(map(type, parts)):
-                    self.plain, key = False, id(group)
-                found[key] = options.Numbers(self.cls, group)
-            self.numbers.append(found[key])
+        self.groups, self.read = groups, {}
 
     def count(self, bucket: Bucket, control: Control | None) -> StepScalars:
         """Compute the scalars of a bucket's step; control: where they are on the device, None for the host's.
 
         Raises ValueError if a hyper-parameter is out of its range.
         """
-        numbers = list(map(self.numbers.__getitem__, bucket.lines.groups))
+        own = tuple(bucket.lines.groups), None if control is None else bucket.device
+        if (numbers := self.read.get(own)) is None:
+            groups = list(map(self.groups.__getitem__, bucket.lines.groups))
+            self.read[own] = numbers = options.Numbers(self.cls, groups, own[1])
         if control is None:
             return counting.on_host(bucket.variant, bucket.lines, numbers)
-        return counting.on_device(bucket.variant, control, bucket.lines, numbers, bucket.device)
+        return counting.on_device(bucket.variant, control, bucket.lines, numbers)
 
 
 _params: Callable[[Any], Any] = itemgetter("params")

@@ -14,11 +14,13 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from optgen.runtime.options.options import Numbers
 from optgen.runtime.records import Variant, keys
 from optgen.runtime.records.scalars import Scalar, column
 from optgen.runtime.states import state
@@ -202,42 +204,46 @@ class DeviceStep:
                     x.fill_(value)
 
 
-def on_host(variant: Variant, lines: Lines, numbers: Sequence[Any]) -> StepScalars:
-    """Compute the scalars of the next step in fp64, once for lines that are alike.
+def on_host(variant: Variant, lines: Lines, numbers: Numbers) -> StepScalars:
+    """Compute the scalars of the next step in fp64, of all lines at once.
 
-    numbers  of the group of each line (`options.Numbers`)
+    numbers  of the group of each line
     """
-    if len(numbers) == 1:
-        scalars, key, counted, kept = _of_line(variant, numbers[0], lines.steps[0], lines.hosts[0])
-        return StepScalars(HostScalars(scalars, array("i", (key,)), (counted,)), (kept,))
-    wanted = list(zip(numbers, lines.steps, lines.hosts, strict=True))
-    made = {line: _of_line(variant, *line) for line in dict.fromkeys(wanted)}
-    rows, step_keys, counts, after = zip(*map(made.__getitem__, wanted), strict=True)
-    return StepScalars(HostScalars(array("f", b"".join(rows)), array("i", step_keys), counts), after)
+    numbers_of_steps, width = [step + 1 for step in lines.steps], variant.host[1]
+    made = _of_lines(variant, column(numbers_of_steps, HERE), lines, numbers, HERE)
+    if any(isinstance(x, Tensor) for x in made):
+        rows = torch.empty(len(lines), width, dtype=torch.float64, device="cpu")
+        for k, value in enumerate(made[:width]):
+            rows[:, k] = value
+        rows = rows.float()
+        scalars = array("f", ctypes.string_at(rows.data_ptr(), rows.nbytes))
+    else:
+        scalars = array("f", made[:width]) * len(lines)
+    hosts = (x.tolist() if isinstance(x, Tensor) else repeat(x, len(lines)) for x in made[width:])
+    after = list(zip(numbers_of_steps, *hosts, strict=True))
+    counts = list(zip(numbers_of_steps, numbers.seeds, strict=True))
+    known = {(number, seed): keys.step_key(seed, number) for number, seed in {*counts}}
+    return StepScalars(HostScalars(scalars, array("i", map(known.__getitem__, counts)), counts), after)
 
 
-def _of_line(
-    variant: Variant, own: Any, done: int, host: tuple[float, ...]
-) -> tuple[array[float], int, tuple[int, int], tuple[Any, ...]]:
-    """Return the scalars of a line, its step key, the number of the step with the seed, and what is kept after it."""
-    (function, width), number = variant.host, done + 1
-    values = function(number, own.sign, **own.hypers, **dict(zip(variant.host_names, host, strict=True)))
-    key = keys.step_key(own.seed, number)
-    return array("f", values[:width]), key, (number, own.seed), (number, *values[width:])
+HERE = torch.empty(0, device="cpu")
+"""A tensor beside those of lines whose scalars the host computes."""
 
 
-def on_device(
-    variant: Variant, control: Control, lines: Lines, numbers: Sequence[Any], device: torch.device
-) -> StepScalars:
+def _of_lines(variant: Variant, number: Scalar, lines: Lines, numbers: Numbers, beside: Tensor) -> Sequence[Any]:
+    """Return the scalars of lines and their host states after the step: each one number, or a tensor of all lines."""
+    columns = numbers.hypers | dict(zip(variant.host_names, zip(*lines.hosts, strict=True), strict=True))
+    if len(lines) == 1 and beside is HERE:
+        return variant.host[0](number, numbers.signs[0], **{name: values[0] for name, values in columns.items()})
+    found = {name: column(values, beside) for name, values in columns.items()}
+    return variant.host[0](number, column(numbers.signs, beside), **found)
+
+
+def on_device(variant: Variant, control: Control, lines: Lines, numbers: Numbers) -> StepScalars:
     """Compute the scalars of the next step into `control`; arguments as in `on_host`."""
-    (function, width), number = variant.host, control.count(lines.steps)
-    given = {id(own): own.on(device) for own in dict.fromkeys(numbers)}
-    hypers = [given[id(own)] for own in numbers]
-    found = {name: column([own[name] for own in hypers], number) for name in hypers[0]}
-    for k, name in enumerate(variant.host_names):
-        found[name] = column([host[k] for host in lines.hosts], number)
-    values = function(number, column([own.sign for own in numbers], number), **found)
-    control.fill(values[:width], [own.seed for own in numbers] if variant.stochastic else ())
+    number, width = control.count(lines.steps), variant.host[1]
+    values = _of_lines(variant, number, lines, numbers, number)
+    control.fill(values[:width], numbers.seeds if variant.stochastic else ())
     if variant.eager.random:
         raise RuntimeError(
             f"{', '.join(sorted(variant.eager.random))}: matrix states are rounded by random numbers of the step, "
