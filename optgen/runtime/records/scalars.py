@@ -8,6 +8,7 @@ the generated host functions are the one formula of all.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import is_
@@ -59,11 +60,11 @@ def column(values: Sequence[Any], other: Tensor) -> Any:
         return tuple(column(parts, other) for parts in zip(*values, strict=True))
     if all(map(is_, values, repeat(first))):
         return first.double() if isinstance(first, Tensor) else first
-    if not any(isinstance(x, Tensor) for x in values):
+    if not any(issubclass(kind, Tensor) for kind in {*map(type, values)}):
         if len({*values}) == 1 and (first or len({*map(repr, values)}) == 1):
             return first
         if not _capturing():
-            return torch.tensor(values, dtype=torch.float64, device="cpu").to(other.device)
+            return torch.frombuffer(array("d", values), dtype=torch.float64).to(other.device)
     alike = len({x.dtype if isinstance(x, Tensor) else None for x in values}) == 1
     return torch.stack([x if alike and isinstance(x, Tensor) else _like(x, other).double() for x in values]).double()
 

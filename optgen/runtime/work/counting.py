@@ -213,8 +213,11 @@ def on_host(variant: Variant, lines: Lines, numbers: Numbers) -> StepScalars:
     made = _of_lines(variant, column(numbers_of_steps, HERE), lines, numbers, HERE)
     if any(isinstance(x, Tensor) for x in made):
         rows = torch.empty(len(lines), width, dtype=torch.float64, device="cpu")
-        for k, value in enumerate(made[:width]):
-            rows[:, k] = value
+        for place, value in zip(rows.unbind(1), made, strict=False):
+            if isinstance(value, Tensor):
+                place.copy_(value)
+            else:
+                place.fill_(value)
         rows = rows.float()
         scalars = array("f", ctypes.string_at(rows.data_ptr(), rows.nbytes))
     else:
