@@ -61,12 +61,18 @@ def column(values: Sequence[Any], other: Tensor) -> Any:
     if all(map(is_, values, repeat(first))):
         return first.double() if isinstance(first, Tensor) else first
     if not any(issubclass(kind, Tensor) for kind in {*map(type, values)}):
-        if len({*values}) == 1 and (first or len({*map(repr, values)}) == 1):
-            return first
-        if not _capturing():
-            return torch.frombuffer(array("d", values), dtype=torch.float64).to(other.device)
+        return _of_numbers(values, other)
     alike = len({x.dtype if isinstance(x, Tensor) else None for x in values}) == 1
     return torch.stack([x if alike and isinstance(x, Tensor) else _like(x, other).double() for x in values]).double()
+
+
+def _of_numbers(values: Sequence[float], other: Tensor) -> Scalar:
+    """Return `column` of numbers; zeros have signs."""
+    if len({*values}) == 1 and (values[0] or len({*map(repr, values)}) == 1):
+        return values[0]
+    if _capturing():
+        return torch.stack([_like(x, other).double() for x in values])
+    return torch.frombuffer(array("d", values), dtype=torch.float64).to(other.device)
 
 
 def _capturing() -> bool:

@@ -211,7 +211,7 @@ def on_host(variant: Variant, lines: Lines, numbers: Numbers) -> StepScalars:
     """
     numbers_of_steps, width = [step + 1 for step in lines.steps], variant.host[1]
     made = _of_lines(variant, column(numbers_of_steps, HERE), lines, numbers, HERE)
-    if any(isinstance(x, Tensor) for x in made):
+    if Tensor in map(type, made):
         rows = torch.empty(len(lines), width, dtype=torch.float64, device="cpu")
         for place, value in zip(rows.unbind(1), made, strict=False):
             if isinstance(value, Tensor):
