@@ -7,6 +7,7 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -201,13 +202,16 @@ def rates(cls: Any, given: Mapping[str, Any], group: Mapping[str, Any], defaults
     return found
 
 
+_PLAIN = frozenset({float, int, bool, type(None)})
+
+
 class Numbers:
     """The numbers of groups, as a step takes them: of each, in lists.
 
     signs   what gradients are multiplied with
     seeds   of the random bits
     hypers  of each hyper-parameter, by name
-    last    True if all are the groups' own floats, which change where an option is another object alone
+    last    True if the groups' options are Python numbers, which change where an option is another object alone
     """
 
     def __init__(self, cls: Any, groups: Sequence[Mapping[str, Any]], device: torch.device | None = None) -> None:
@@ -216,7 +220,9 @@ class Numbers:
         self.seeds = [group["seed"] for group in groups]
         given = {hyper.name: [group[hyper.name] for group in groups] for hyper in cls.HYPERS}
         self.hypers = {hyper.name: hyper.read_all(given[hyper.name], device) for hyper in cls.HYPERS}
-        self.last = all(map(is_, given.values(), self.hypers.values()))
+        self.last = all(map(is_, given.values(), self.hypers.values())) or _PLAIN.issuperset(
+            type(part) for x in chain.from_iterable(given.values()) for part in (x if type(x) is tuple else (x,))
+        )
         if scheduled := [hyper.name for hyper in cls.HYPERS if hyper.scheduled]:
             read = [hypers_of(cls, group, device) for group in groups]
             self.hypers |= {name: [own[name] for own in read] for name in scheduled}

@@ -42,6 +42,7 @@ class Options:
     values   all options, as they were at the last step; inside: lists and dicts among those that decide
     free     hyper-parameters that decide nothing
     read     the numbers of the lines of buckets, by their groups and the device that reads tensors
+    last     True if all of these last
     """
 
     DECIDING = (*sorted(options.OWN - {"seed"}), *options.RUNNING, "param_names")
@@ -70,7 +71,9 @@ class Options:
         names, values = list(chain.from_iterable(groups)), list(chain.from_iterable(map(_values, groups)))
         if self._listed(groups) != self.params:
             return False
-        self.groups, self.read = groups, {own: found for own, found in self.read.items() if found.last}
+        self.groups = groups
+        if not self.last:
+            self.read, self.last = {}, True
         others = set(compress(names, map(is_not, values, self.values))) if names == self.names else {""}
         if not others <= self.free or (self.inside and any(x != kept for x, kept in self.inside)):
             if list(map(self._deciding, groups)) != self.decided:
@@ -84,7 +87,7 @@ class Options:
         self.names, self.values = list(chain.from_iterable(groups)), list(chain.from_iterable(map(_values, groups)))
         inside = (group.get(key) for group in groups for key in self.keys)
         self.inside = [(x, x.copy()) for x in inside if isinstance(x, (list, dict))]
-        self.groups, self.read = groups, {}
+        self.groups, self.read, self.last = groups, {}, True
 
     def count(self, bucket: Bucket, control: Control | None) -> StepScalars:
         """Compute the scalars of a bucket's step; control: where they are on the device, None for the host's.
@@ -95,6 +98,7 @@ class Options:
         if (numbers := self.read.get(own)) is None:
             groups = list(map(self.groups.__getitem__, bucket.lines.groups))
             self.read[own] = numbers = options.Numbers(self.cls, groups, own[1])
+            self.last = self.last and numbers.last
         if control is None:
             return counting.on_host(bucket.variant, bucket.lines, numbers)
         return counting.on_device(bucket.variant, control, bucket.lines, numbers)

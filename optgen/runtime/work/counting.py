@@ -209,10 +209,18 @@ def on_host(variant: Variant, lines: Lines, numbers: Numbers) -> StepScalars:
 
     numbers  of the group of each line
     """
-    numbers_of_steps, width = [step + 1 for step in lines.steps], variant.host[1]
+    width, count = variant.host[1], len(numbers.seeds)
+    if count == 1:
+        number, seed = lines.steps[0] + 1, numbers.seeds[0]
+        found = dict(zip(variant.host_names, lines.hosts[0], strict=True))
+        found |= {name: values[0] for name, values in numbers.hypers.items()}
+        one = variant.host[0](number, numbers.signs[0], **found)
+        key = array("i", (keys.step_key(seed, number),))
+        return StepScalars(HostScalars(array("f", one[:width]), key, [(number, seed)]), [(number, *one[width:])])
+    numbers_of_steps = [step + 1 for step in lines.steps]
     made = _of_lines(variant, column(numbers_of_steps, HERE), lines, numbers, HERE)
     if Tensor in map(type, made):
-        rows = torch.empty(len(lines), width, dtype=torch.float64, device="cpu")
+        rows = torch.empty(count, width, dtype=torch.float64, device="cpu")
         for place, value in zip(rows.unbind(1), made, strict=False):
             if isinstance(value, Tensor):
                 place.copy_(value)
@@ -221,8 +229,8 @@ def on_host(variant: Variant, lines: Lines, numbers: Numbers) -> StepScalars:
         rows = rows.float()
         scalars = array("f", ctypes.string_at(rows.data_ptr(), rows.nbytes))
     else:
-        scalars = array("f", made[:width]) * len(lines)
-    hosts = (x.tolist() if isinstance(x, Tensor) else repeat(x, len(lines)) for x in made[width:])
+        scalars = array("f", made[:width]) * count
+    hosts = (x.tolist() if isinstance(x, Tensor) else repeat(x, count) for x in made[width:])
     after = list(zip(numbers_of_steps, *hosts, strict=True))
     counts = list(zip(numbers_of_steps, numbers.seeds, strict=True))
     known = {(number, seed): keys.step_key(seed, number) for number, seed in {*counts}}
@@ -236,8 +244,6 @@ HERE = torch.empty(0, device="cpu")
 def _of_lines(variant: Variant, number: Scalar, lines: Lines, numbers: Numbers, beside: Tensor) -> Sequence[Any]:
     """Return the scalars of lines and their host states after the step: each one number, or a tensor of all lines."""
     columns = numbers.hypers | dict(zip(variant.host_names, zip(*lines.hosts, strict=True), strict=True))
-    if len(lines) == 1 and beside is HERE:
-        return variant.host[0](number, numbers.signs[0], **{name: values[0] for name, values in columns.items()})
     found = {name: column(values, beside) for name, values in columns.items()}
     return variant.host[0](number, column(numbers.signs, beside), **found)
 
