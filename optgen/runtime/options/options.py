@@ -205,6 +205,12 @@ def rates(cls: Any, given: Mapping[str, Any], group: Mapping[str, Any], defaults
 _PLAIN = frozenset({float, int, bool, type(None)})
 
 
+def _are_plain(columns: Iterable[Sequence[Any]]) -> bool:
+    """Return True if all are Python numbers, or tuples of these."""
+    parts = (x if type(x) is tuple else (x,) for x in chain.from_iterable(columns))
+    return _PLAIN.issuperset(map(type, chain.from_iterable(parts)))
+
+
 class Numbers:
     """The numbers of groups, as a step takes them: of each, in lists.
 
@@ -220,9 +226,7 @@ class Numbers:
         self.seeds = [group["seed"] for group in groups]
         given = {hyper.name: [group[hyper.name] for group in groups] for hyper in cls.HYPERS}
         self.hypers = {hyper.name: hyper.read_all(given[hyper.name], device) for hyper in cls.HYPERS}
-        self.last = all(map(is_, given.values(), self.hypers.values())) or _PLAIN.issuperset(
-            type(part) for x in chain.from_iterable(given.values()) for part in (x if type(x) is tuple else (x,))
-        )
+        self.last = all(map(is_, given.values(), self.hypers.values())) or _are_plain(given.values())
         if scheduled := [hyper.name for hyper in cls.HYPERS if hyper.scheduled]:
             read = [hypers_of(cls, group, device) for group in groups]
             self.hypers |= {name: [own[name] for own in read] for name in scheduled}

@@ -57,6 +57,7 @@ class Options:
         self.decided = [[x.copy() if isinstance(x, (list, dict)) else x for x in self._deciding(g)] for g in groups]
         self.names, self.values, self.inside = list[str](), list[Any](), list[tuple[Any, Any]]()
         self.read: dict[tuple[tuple[int, ...], torch.device | None], options.Numbers]
+        self.last = True
         self._take(groups)
 
     def _listed(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:

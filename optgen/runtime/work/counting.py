@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -213,28 +214,32 @@ def on_host(variant: Variant, lines: Lines, numbers: Numbers) -> StepScalars:
     if count == 1:
         number, seed = lines.steps[0] + 1, numbers.seeds[0]
         found = dict(zip(variant.host_names, lines.hosts[0], strict=True))
-        found |= {name: values[0] for name, values in numbers.hypers.items()}
+        found |= zip(numbers.hypers, map(itemgetter(0), numbers.hypers.values()), strict=True)
         one = variant.host[0](number, numbers.signs[0], **found)
         key = array("i", (keys.step_key(seed, number),))
         return StepScalars(HostScalars(array("f", one[:width]), key, [(number, seed)]), [(number, *one[width:])])
     numbers_of_steps = [step + 1 for step in lines.steps]
     made = _of_lines(variant, column(numbers_of_steps, HERE), lines, numbers, HERE)
-    if Tensor in map(type, made):
-        rows = torch.empty(count, width, dtype=torch.float64, device="cpu")
-        for place, value in zip(rows.unbind(1), made, strict=False):
-            if isinstance(value, Tensor):
-                place.copy_(value)
-            else:
-                place.fill_(value)
-        rows = rows.float()
-        scalars = array("f", ctypes.string_at(rows.data_ptr(), rows.nbytes))
-    else:
-        scalars = array("f", made[:width]) * count
+    scalars = _rows(made[:width], count)
     hosts = (x.tolist() if isinstance(x, Tensor) else repeat(x, count) for x in made[width:])
     after = list(zip(numbers_of_steps, *hosts, strict=True))
     counts = list(zip(numbers_of_steps, numbers.seeds, strict=True))
     known = {(number, seed): keys.step_key(seed, number) for number, seed in {*counts}}
     return StepScalars(HostScalars(scalars, array("i", map(known.__getitem__, counts)), counts), after)
+
+
+def _rows(made: Sequence[Any], count: int) -> array[float]:
+    """Return the scalars of lines, fp32, those of one line after the other."""
+    if Tensor not in map(type, made):
+        return array("f", made) * count
+    rows = torch.empty(count, len(made), dtype=torch.float64, device="cpu")
+    for place, value in zip(rows.unbind(1), made, strict=True):
+        if isinstance(value, Tensor):
+            place.copy_(value)
+        else:
+            place.fill_(value)
+    rows = rows.float()
+    return array("f", ctypes.string_at(rows.data_ptr(), rows.nbytes))
 
 
 HERE = torch.empty(0, device="cpu")
