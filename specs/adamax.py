@@ -11,7 +11,7 @@ def adamax(
     exp_inf=state(nonneg),
     *,
     lr=hyper(2e-3, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    betas=hyper((0.9, 0.999), ge=0, lt=1, doc="the decays of the average of the gradient and of the maximum"),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
 ):

@@ -12,7 +12,7 @@ def madgrad(
     x0=state(when="has_momentum", init="param"),
     *,
     lr=hyper(1e-2, ge=0),
-    momentum=hyper(0.9, ge=0, lt=1),
+    momentum=hyper(0.9, ge=0, lt=1, doc="the part of the weight that a step keeps; the rest is the new point's"),
     weight_decay=hyper(0.0, ge=0),
     eps=hyper(1e-6, ge=0, doc="added to lr, and to the cube root that divides"),
     decouple_decay=flag(
