@@ -50,7 +50,7 @@ RUNTIME: dict[str, set[str]] = {
     "layout": {"records", "reference"},
     "states": {"records", "layout"},
     "options": {"records", "layout", "states"},
-    "work": {"records", "reference", "layout", "states"},
+    "work": {"records", "reference", "layout", "states", "options"},
     "gpu": {"records", "layout", "work"},
     "cpu": {"records", "layout", "work"},
     "checkpoint": {"records", "layout", "states", "options"},

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 import optgen.optim as optim
 from optgen.runtime.gpu import compiled
 from optgen.runtime.modes.release import Release
+from optgen.runtime.records import scalars
 from tests.training import give
 
 SHAPES = {"a": (6, 4), "b": (3, 7), "c": (4, 6)}
@@ -26,7 +27,8 @@ READS = {"item", "tolist", "numpy", "nonzero", "equal", "__bool__", "__int__", "
 
 
 class Waits(TorchFunctionMode):
-    """Lists the functions in which the host would wait for a device.  Its own tensors have an attribute `on_host`."""
+    """Lists the functions in which the host would wait for a device.  Its own tensors have an attribute `on_host`, and
+    constants, of which each has its own, `constant`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,14 +38,17 @@ class Waits(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         device = kwargs.get("device", next((x for x in args if isinstance(x, torch.device)), None))
         flat = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        of_host = [hasattr(x, "on_host") for x in flat if isinstance(x, Tensor)]
+        tensors = [x for x in flat if isinstance(x, Tensor) and not hasattr(x, "constant")]
+        of_host = [hasattr(x, "on_host") for x in tensors]
         here = device == "cpu" if device is not None else bool(of_host) and all(of_host)
         made = func(*args, **kwargs)
         copied = name == "copy_" and len(set(of_host)) > 1 or name == "to" and here not in of_host
         values = name == "tensor" and isinstance(device, torch.device)  # torch makes them here, then copies
         if (copied or values) and not kwargs.get("non_blocking") or name in READS and not all(of_host):
             self.found.append(name)
-        if here and name != "copy_":
+        if name == "full" and made.ndim == 0:
+            made.constant = True
+        elif here and name != "copy_":
             for x in made if isinstance(made, (list, tuple)) else [made]:
                 if isinstance(x, Tensor):
                     x.on_host = True  # type: ignore[attr-defined]
@@ -60,7 +65,12 @@ def waits(monkeypatch: pytest.MonkeyPatch, does: Callable[[], object]) -> list[s
 
         return started
 
-    mode, plain = Waits(), Release.complete
+    mode, plain, read = Waits(), Release.complete, torch.frombuffer
+
+    def from_buffer(*args: Any, **kwargs: Any) -> Tensor:  # the host's memory; no mode sees it
+        made = read(*args, **kwargs)
+        setattr(made, "on_host", True)  # noqa: B010
+        return made
 
     def complete(*args: Any) -> Any:  # backward calls it outside of modes
         with mode:
@@ -68,6 +78,8 @@ def waits(monkeypatch: pytest.MonkeyPatch, does: Callable[[], object]) -> list[s
 
     with monkeypatch.context() as patch, mode:
         patch.setattr(compiled, "start", on_device(compiled.start))
+        patch.setattr(scalars, "_constants", {})
+        patch.setattr(torch, "frombuffer", from_buffer)
         patch.setattr(compiled, "load", on_device(compiled.load))
         patch.setattr(Release, "complete", complete)
         does()

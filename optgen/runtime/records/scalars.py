@@ -72,7 +72,8 @@ def _of_numbers(values: Sequence[float], other: Tensor) -> Scalar:
         return values[0]
     if _capturing():
         return torch.stack([_like(x, other).double() for x in values])
-    return torch.frombuffer(array("d", values), dtype=torch.float64).to(other.device)
+    made = torch.frombuffer(array("d", values), dtype=torch.float64)
+    return made if other.device.type == "cpu" else made.to(other.device)
 
 
 def _capturing() -> bool:
