@@ -65,12 +65,12 @@ def families() -> Iterator[tuple[str, str, list[Any]]]:
         for curve in (companders.linear, *softsigns):
             made: list[Any] = [Blocked(b, 64, curve, scales.ue8m8, rounding=rounding) for b in WIDTHS]
             yield str(curve), rounding, made
-    for rounding in ("nearest", "stochastic"):
-        made = [LogMinMax(b, 64, rounding=rounding) for b in WIDTHS if b >= 4]  # type: ignore[arg-type]
+    for rounding in roundings:
+        made = [LogMinMax(b, 64, rounding=rounding) for b in WIDTHS if b >= 4]
         yield "min/max logarithm", rounding, made
-    for rounding in ("nearest", "stochastic"):
+    for rounding in roundings:
         spans = {b: min(2.0, ((1 << b) - 1) / 2) for b in WIDTHS}
-        made = [LogMax(b, 64, o, rounding) for b, o in spans.items()]  # type: ignore[arg-type]
+        made = [LogMax(b, 64, o, rounding) for b, o in spans.items()]
         yield "fixed logarithm", rounding, made
 
 
