@@ -1,0 +1,139 @@
+"""Run suites, record what passes and why the rest does not, and write the table of docs/evidence.md.
+
+    python -m tests.others DIR [NAME ...]   those whose checkouts are in DIR; NAME: a package or `package:suite`
+    python -m tests.others --page           write the table again
+
+Exits with 1 if a test fails or is skipped that no reason of its suite explains, or if a reason explains none.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.others import Suite
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RECORD, PAGE = ROOT / "docs" / "benchmarks" / "others.json", ROOT / "docs" / "evidence.md"
+PACKAGES = {p.stem: f"tests.others.{p.stem}" for p in HERE.glob("*.py") if p.stem != "plugin" and p.stem[0] != "_"}
+BEGIN, END = "<!-- python -m tests.others --page -->\n", "<!-- end -->\n"
+
+
+def outcomes_of(module: str, suite: Suite, checkout: Path) -> dict[str, str]:
+    """Run a suite in a process of its own, over a copy of its files, and return test -> outcome."""
+    with TemporaryDirectory() as kept:
+        copy, found = Path(kept) / "suite", Path(kept) / "outcomes.json"
+        shutil.copytree(checkout / suite.folder, copy)
+        for path in copy.rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            for pattern, new in suite.rewrites.items():
+                text = re.sub(pattern, new, text)
+            path.write_text(text, encoding="utf-8")
+        environ = {"OPTGEN_BACKEND": "reference", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} | {
+            **os.environ,
+            **suite.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "OPTGEN_OTHERS_MODULE": module,
+            "OPTGEN_OTHERS_SUITE": suite.name,
+            "OPTGEN_OTHERS_OUTCOMES": str(found),
+        }
+        options = ["-q", "--tb=line", "-p", "tests.others.plugin", "-p", "no:cacheprovider", f"--rootdir={copy}"]
+        command = [sys.executable, "-m", "pytest", *options, *suite.files]
+        done = subprocess.run(command, cwd=copy, env=environ)
+        if not found.exists():
+            sys.exit(f"{module}, {suite.name}: pytest ended with {done.returncode} before it had run the tests")
+        return dict(json.loads(found.read_text(encoding="utf-8")))
+
+
+def judge(suite: Suite, outcomes: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the entry of the record, and what is wrong: tests without a reason, reasons without a test."""
+    kinds: Counter[str] = Counter()
+    wrong = [] if outcomes else ["no test was found"]
+    for test, outcome in outcomes.items():
+        reasons = {"passed": None, "left out": suite.left_out, "failed": suite.failing}.get(outcome, {})
+        pattern = next((pattern for pattern in reasons or () if re.search(pattern, test)), None)
+        if pattern:
+            kinds[pattern] += 1
+        elif reasons is not None:
+            wrong.append(f"{test}: {outcome}, and no reason is given")
+    reasons = {**suite.failing, **suite.left_out}
+    wrong += [f"{pattern!r} explains no test" for pattern in reasons if pattern not in kinds]
+    counts = Counter("left out" if outcome == "skipped" else outcome for outcome in outcomes.values())
+    entry: dict[str, Any] = {outcome: counts[outcome] for outcome in ("passed", "failed", "left out")}
+    entry["kinds"] = [[pattern, kinds[pattern], reasons[pattern]] for pattern in reasons if pattern in kinds]
+    return entry, wrong
+
+
+def chosen(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, Suite]]:
+    """Yield (package, suite) of the names; without any, of all packages with a checkout."""
+    for name in names or [package for package in PACKAGES if (folder / package).is_dir()]:
+        package, _, suite = name.partition(":")
+        if package not in PACKAGES or not (folder / package).is_dir():
+            sys.exit(f"no checkout {folder / package}, or no tests of {package}; there are {', '.join(PACKAGES)}")
+        found = [s for s in importlib.import_module(PACKAGES[package]).SUITES if suite in ("", s.name)]
+        if not found:
+            sys.exit(f"{package} has no suite {suite!r}")
+        yield from ((package, suite) for suite in found)
+
+
+def run(folder: Path, names: Sequence[str]) -> list[str]:
+    """Run suites, put their entries into the record as they come, and return what is wrong."""
+    found: list[str] = []
+    suites = list(chosen(folder, names))
+    if not suites:
+        sys.exit(f"{folder} has no checkout of {', '.join(PACKAGES)}; tests/others/__init__.py says how to get them")
+    for package, suite in suites:
+        checkout = folder / package
+        entry, wrong = judge(suite, outcomes_of(PACKAGES[package], suite, checkout))
+        found += [f"{package}, {suite.name}: {problem}" for problem in wrong]
+        kept = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+        at = subprocess.run(["git", "-C", checkout, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        kept.setdefault(package, {})[suite.name] = {"commit": at.stdout.strip() or "unknown", **entry}
+        RECORD.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return found
+
+
+def table(kept: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page: counts of all suites, then each reason once."""
+    yield from ("| tests of | on | passed | failed | left out |", "|---|---|--:|--:|--:|")
+    reasons: Counter[str] = Counter()
+    for package, suites in kept.items():
+        for name, entry in suites.items():
+            counts = " | ".join(f"{entry[outcome]:,}" for outcome in ("passed", "failed", "left out"))
+            yield f"| {package} `{entry['commit']}` | {name} | {counts} |"
+            for _, count, reason in entry["kinds"]:
+                reasons[f"{package}, {reason}"] += count
+    yield ""
+    yield from (f"- {reason} ({count:,})" for reason, count in reasons.items())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.others", description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--page", action="store_true", help="write the table of docs/evidence.md")
+    given = parser.parse_args(arguments)
+    if not given.folder and not given.page:
+        parser.error("give DIR, --page or both")
+    wrong = run(given.folder.resolve(), given.names) if given.folder else []
+    if given.page:
+        text = PAGE.read_text(encoding="utf-8")
+        head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
+        lines = "\n".join(table(json.loads(RECORD.read_text(encoding="utf-8"))))
+        PAGE.write_text(f"{head}{BEGIN}{lines}\n{END}{tail}", encoding="utf-8")
+    print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
