@@ -107,12 +107,16 @@ def pareto() -> Figure:
             best, least = error < least, min(error, least)
             colour = ORANGE if x["peer"] else GREEN if best else BLUE
             ax.plot(size, error, "s" if x["peer"] else "o", color=colour, markersize=7)
-        names: list[tuple[float, float]] = []  # where names begin, decades below one another
+        names: list[tuple[float, float, bool]] = []  # where names begin, decades below one another
         for size, error, x in sorted(points, key=lambda point: -point[1]):
-            level = min([math.log10(error), *(at - 0.17 for near, at in names if abs(math.log(near / size)) < 0.25)])
-            names.append((size, level))
-            lower = 3 + 70 * (level - math.log10(error))  # a decade has about 70 points
-            ax.annotate(x["name"], (size, error), (6, lower), textcoords="offset points", fontsize=9.5)
+            # a name stands on the left where a mark is close on the right
+            left = any(1.001 < at / size < 1.06 and abs(math.log10(other / error)) < 0.25 for at, other, _ in points)
+            near = [at for other, at, side in names if side == left and abs(math.log(other / size)) < 0.25]
+            level = min([math.log10(error), *(at - 0.17 for at in near)])
+            names.append((size, level, left))
+            place = -6 if left else 6, 3 + 70 * (level - math.log10(error))  # a decade has about 70 points
+            side = "right" if left else "left"
+            ax.annotate(x["name"], (size, error), place, textcoords="offset points", fontsize=9.5, ha=side)
         ax.set(yscale="log", xscale="log", xlim=(0.5, 6), ylabel="error (NMSE)", title=f"AdamW, beta2 = {beta2}")
         ax.set_xticks([0.5, 0.75, 1, 1.5, 2, 3, 4], ["0.5", "0.75", "1", "1.5", "2", "3", "4"])
         ax.minorticks_off()
@@ -135,7 +139,9 @@ def kernels() -> Figure:
     for name, row in found["sweeps"].items():
         point = row[at("bytes")], max(row[at("issue") : at("LSU") + 1])
         ax.plot(*point, "o", color=BLUE if point[1] <= 100 else RED, markersize=7 if name in NAMED else 4)
-        ax.annotate(name if name in NAMED else "", point, (8, -3), textcoords="offset points", fontsize=9.5)
+        if name in NAMED:
+            paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0, "alpha": 0.8}
+            ax.annotate(name, point, (8, -3), textcoords="offset points", fontsize=9.5, bbox=paper)
     ax.axhline(100, color=INK, linewidth=1)
     ax.set(title="Busiest pipe, % of the time that an H200's memory takes (predicted)", ylim=(0, None), xlim=(0, 33))
     ax.set(xlabel="bytes that a sweep loads and stores per parameter")
@@ -194,6 +200,7 @@ def evidence() -> Figure:
     for k, (ax, task) in enumerate(zip(axes.flat, e.TASKS, strict=True)):
         intervals(ax, f"{task.name}, {task.steps} steps", e.compared(runs[task.name]))
         ax.tick_params(labelleft=k % 2 == 0)
+        ax.locator_params(axis="x", nbins=6)
     drawn.supxlabel("loss minus that of fp32, nats", fontsize=11)
     return drawn
 
@@ -390,7 +397,7 @@ def transfer() -> Figure:
     """Draw losses over learning rates at four widths, without scale= and with it, from transfer.json."""
     from docs.tools import transfer as t
 
-    drawn, axes = figure(640, 300, 1, 2, sharey=True)
+    drawn, axes = figure(640, 300, 1, 2, sharex=True, sharey=True)
     for ax, way, title in zip(axes, t.WAYS, ("one rate for all", 'scale="mup"'), strict=True):
         for width, mark in zip(t.WIDTHS, "os^D", strict=True):
             at = t.losses(way, width)
