@@ -15,7 +15,7 @@ def acprop(
         (0.9, 0.999), ge=0, lt=1,
         doc="the decays of the averages of the gradient and of its squared distance from the first",
     ),
-    eps=hyper(1e-16, gt=0),
+    eps=hyper(1e-16, gt=0, doc="added to the squared distances, and to their root, which divides"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """The second moment is of the gradient's distance from its average.  The first step is lr times the gradient.

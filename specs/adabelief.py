@@ -17,7 +17,7 @@ def adabelief(
         (0.9, 0.999), ge=0, lt=1,
         doc="the decays of the averages of the gradient and of its squared distance from the first",
     ),
-    eps=hyper(1e-16, gt=0),
+    eps=hyper(1e-16, gt=0, doc="added to the squared distances at each step, and to their root, which divides"),
     weight_decay=hyper(0.0, ge=0),
     amsgrad=flag(False),
     rectify=flag(False, doc="rectify the rate, as RAdam does"),

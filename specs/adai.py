@@ -14,13 +14,14 @@ def adai(
     *,
     lr=hyper(1e-3, ge=0),
     betas=hyper(
-        (0.1, 0.99), ge=0, lt=1, doc="beta0, which scales an element's beta1, and the decay of the second moment"
+        (0.1, 0.99), ge=0, lt=1,
+        doc="beta0, by which an element's beta1 falls as its second moment grows, and the second moment's decay",
     ),
-    eps=hyper(1e-3, gt=0, lt=1, doc="1 less the largest beta1"),
+    eps=hyper(1e-3, gt=0, lt=1, doc="1 less the largest beta1, and the least mean of the second moments"),
     weight_decay=hyper(0.0, ge=0),
     decoupled=flag(False, doc="shrink the weight by lr * weight_decay, instead of adding the decay to the gradient"),
     dampened=flag(False, doc="take a gradient with the power `dampening` of 1 - beta1"),
-    dampening=hyper(0.9, gt=0, le=1, doc="that power"),
+    dampening=hyper(0.9, gt=0, le=1, doc="the power of 1 - beta1 that weighs a gradient under `dampened`"),
 ):
     """An element's beta1 is 1 - beta0 * v / (mean of v over the model), from 0 to 1 - eps.
 

@@ -25,7 +25,10 @@ def adalite(
     m_scale=tensor_state(when="matrix"),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    betas=hyper(
+        (0.9, 0.999), ge=0, lt=1,
+        doc="the decays of the averages of the gradient and of its squared distance from the first",
+    ),
     weight_decay=hyper(1e-2, ge=0),
     g_norm_min=hyper(1e-10, gt=0, doc="the least norm of a gradient"),
     ratio_min=hyper(1e-4, ge=0, doc="the least ratio of the two norms"),

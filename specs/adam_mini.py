@@ -12,7 +12,9 @@ def adam_mini(
     vmean=tensor_state(nonneg, when="not by_rows"),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    betas=hyper(
+        (0.9, 0.999), ge=0, lt=1, doc="the decays of the averages of the gradient and of the mean squares of blocks"
+    ),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
     by_rows=shape_flag(lambda shape: len(shape) >= 2),

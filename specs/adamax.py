@@ -12,7 +12,7 @@ def adamax(
     *,
     lr=hyper(2e-3, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1, doc="the decays of the average of the gradient and of the maximum"),
-    eps=hyper(1e-8, ge=0),
+    eps=hyper(1e-8, ge=0, doc="added to the gradient's magnitude, so that the maximum is not 0"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """Adam with the infinity norm: a decaying maximum in place of the second moment."""

@@ -12,7 +12,10 @@ def adanorm(
     exp_grad_norm=tensor_state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    betas=hyper(
+        (0.9, 0.999), ge=0, lt=1,
+        doc="the decays of the averages of the lengthened gradient and of the gradient's square",
+    ),
     r=hyper(0.95, ge=0, lt=1, doc="the decay of the average of gradient norms"),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),

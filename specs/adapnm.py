@@ -13,7 +13,10 @@ def adapnm(
     max_exp_avg_sq=state(nonneg, when="amsgrad"),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    betas=hyper(
+        (0.9, 0.999), ge=0, lt=1,
+        doc="the root of each momentum's decay (each takes every other gradient), and the decay of squares",
+    ),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
     amsgrad=flag(True),

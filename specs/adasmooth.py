@@ -13,7 +13,7 @@ def adasmooth(
     *,
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.5, 0.99), ge=0, lt=1, doc="the least and the largest decay of the second moment"),
-    eps=hyper(1e-6, gt=0),
+    eps=hyper(1e-6, gt=0, doc="added under the root that divides, and to the length of the path"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """The decay of the second moment lies between betas by the effective ratio |s| / n.

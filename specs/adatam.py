@@ -12,9 +12,12 @@ def adatam(
     s=tensor_state(),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    betas=hyper(
+        (0.9, 0.999), ge=0, lt=1,
+        doc="the decays of the momentum, which is a weighted sum, and of the average of squares",
+    ),
     decay_rate=hyper(0.9, ge=0, lt=1, doc="the decay of the average cosine of momentum and gradient"),
-    eps=hyper(1e-8, gt=0),
+    eps=hyper(1e-8, gt=0, doc="added to the gradient's weight, and to the root that divides"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """TAM's momentum over the root of Adam's second moment, without bias corrections."""

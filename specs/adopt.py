@@ -11,7 +11,7 @@ def adopt(
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.9999), ge=0, lt=1),
+    betas=hyper((0.9, 0.9999), ge=0, lt=1, doc="the decays of the averages of scaled gradients and of squares"),
     eps=hyper(1e-6, gt=0, doc="the least root that divides"),
     weight_decay=hyper(0.0, ge=0),
     decoupled_weight_decay=flag(False),

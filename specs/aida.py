@@ -18,7 +18,7 @@ def aida(
         doc="the decays of the averages of the gradient and of the squared projected difference",
     ),
     xi=hyper(1e-20, gt=0, doc="added to squared lengths that divide a projection"),
-    eps=hyper(1e-8, gt=0),
+    eps=hyper(1e-8, gt=0, doc="added to the squared differences at each step, and to their root, which divides"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """The second moment is of the difference of the two after two mutual projections per tensor, the paper's K = 2."""

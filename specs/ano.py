@@ -11,7 +11,10 @@ def ano(
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-4, ge=0),
-    betas=hyper((0.92, 0.99), ge=0, lt=1),
+    betas=hyper(
+        (0.92, 0.99), ge=0, lt=1,
+        doc="the decay of the gradient's average, and 1 less the part of a square that exp_avg_sq moves by",
+    ),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
     logarithmic_schedule=flag(False, doc="beta1 is 1 - 1 / log(t)"),

@@ -13,7 +13,7 @@ def avagrad(
     *,
     lr=hyper(0.1, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
-    eps=hyper(0.1, gt=0, doc="added to the root that divides, and no small number here: .1"),
+    eps=hyper(0.1, gt=0, doc="added to the root that divides; as large as 0.1 here, which brings steps near SGD's"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """gamma is the root of the harmonic mean of the squares of all divisors; a first step only fills the moments.

@@ -12,7 +12,7 @@ def eadam(
     *,
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
-    eps=hyper(1e-8, gt=0),
+    eps=hyper(1e-8, gt=0, doc="added to the average of squares at each step"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """The divisor has no eps of its own: that of the second moment grows to eps / (1 - beta2)."""

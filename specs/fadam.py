@@ -12,7 +12,7 @@ def fadam(
     lr=hyper(1e-3, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1, doc="the decays of the averages of steps and of the Fisher information"),
     eps=hyper(1e-8, gt=0, doc="the largest number added to the root"),
-    eps2=hyper(1e-2, gt=0, doc="that number relative to the gradient's root mean square"),
+    eps2=hyper(1e-2, gt=0, doc="the number added to the root, relative to the gradient's root mean square"),
     clip=hyper(1.0, gt=0, doc="the root mean square that steps are clipped to"),
     weight_decay=hyper(0.1, ge=0),
 ):

@@ -16,7 +16,7 @@ def grokfast_adamw(
     grokfast_alpha=hyper(0.98, ge=0, lt=1, doc="the decay of the slow gradient"),
     grokfast_lamb=hyper(2.0, ge=0, doc="the weight of the slow gradient"),
     grokfast_after_step=hyper(0, ge=0, doc="the step after which it is added"),
-    eps=hyper(1e-8, gt=0),
+    eps=hyper(1e-8, gt=0, doc="the least root that divides"),
     weight_decay=hyper(0.0, ge=0),
     normalize_lr=flag(True, doc="divide the rate by 1 + grokfast_lamb"),
 ):

@@ -19,7 +19,10 @@ def kl_shampoo(
     eigen_right=col(nonneg, when="matrix", init="init_factor"),
     *,
     lr=hyper(1e-4, ge=0),
-    betas=hyper((0.9, 0.98), ge=0, lt=1),
+    betas=hyper(
+        (0.9, 0.98), ge=0, lt=1,
+        doc="the decays of the gradient's average, and of the factors (of squares, under AdamW)",
+    ),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.01, ge=0),
     precondition_frequency=hyper(10, ge=1, whole=True, doc="steps between two refreshes of the factors or bases"),

@@ -14,11 +14,11 @@ def laprop(
     *,
     lr=hyper(4e-4, ge=0),
     betas=hyper((0.9, 0.999), ge=0, lt=1, doc="the decays of the averages of scaled gradients and of squares"),
-    eps=hyper(1e-15, gt=0),
+    eps=hyper(1e-15, gt=0, doc="added to the root that divides a gradient, before the average"),
     weight_decay=hyper(0.0, ge=0),
     amsgrad=flag(False),
     centered=flag(False, doc="divide by the deviation of gradients"),
-    steps_before_using_centered=hyper(10, ge=0, doc="steps before that"),
+    steps_before_using_centered=hyper(10, ge=0, doc="steps before `centered` divides by the deviation"),
 ):
     """Adam with the two moments in the other order: the gradient is scaled first and averaged then.
 

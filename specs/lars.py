@@ -9,7 +9,7 @@ def lars(
     momentum_buffer=state(),
     *,
     lr=hyper(0.1, ge=0),
-    momentum=hyper(0.9, ge=0, lt=1),
+    momentum=hyper(0.9, ge=0, lt=1, doc="the decay of the momentum, which is a sum of steps with their rates"),
     weight_decay=hyper(5e-4, ge=0),
     trust_coefficient=hyper(1e-3, ge=0, doc="the length of a step, relative to the weight's"),
     nesterov=flag(False),

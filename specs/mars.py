@@ -12,7 +12,7 @@ def mars(
     last_grad=state(),
     *,
     lr=hyper(3e-3, ge=0),
-    betas=hyper((0.95, 0.99), ge=0, lt=1),
+    betas=hyper((0.95, 0.99), ge=0, lt=1, doc="the decays of the averages of the corrected gradient and of its square"),
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
     gamma=hyper(0.025, ge=0, doc="the weight of the gradient's change"),

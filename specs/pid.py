@@ -12,7 +12,7 @@ def pid(
     d_buffer=state(),
     *,
     lr=hyper(1e-3, ge=0),
-    momentum=hyper(0.9, gt=0, lt=1),
+    momentum=hyper(0.9, gt=0, lt=1, doc="the decay of the momentum and of the average change of the gradient"),
     dampening=hyper(0.0, ge=0),
     derivative=hyper(10.0, ge=0, doc="the weight of the average change of the gradient"),
     integral=hyper(5.0, ge=0, doc="the weight of the momentum"),

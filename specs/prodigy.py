@@ -20,7 +20,7 @@ def prodigy(
     *,
     lr=hyper(1.0, ge=0, doc="a factor of the estimated rate; usual: 1"),
     betas=hyper((0.9, 0.999), ge=0, lt=1),
-    eps=hyper(1e-8, gt=0),
+    eps=hyper(1e-8, gt=0, doc="added to the denominator, times the estimate d"),
     weight_decay=hyper(0.0, ge=0),
     d0=hyper(1e-6, gt=0, doc="the first estimate of the distance"),
     d_coef=hyper(1.0, gt=0, doc="a factor of the estimate"),

@@ -32,7 +32,7 @@ def psgd_kron(
     long=low_rank_state("long", rank=1, when="oblong"),
     *,
     lr=hyper(3e-4, ge=0),
-    momentum=hyper(0.9, ge=0, lt=1),
+    momentum=hyper(0.9, ge=0, lt=1, doc="the decay of the average of the gradient, whose bias is corrected"),
     weight_decay=hyper(0.0, ge=0),
     lr_precond=hyper(0.1, ge=0, lt=1, doc="the learning rate of the factors"),
     precondition_frequency=hyper(1, ge=1, whole=True, doc="steps between two refreshes of the factors or bases"),

@@ -20,7 +20,7 @@ def racs(
     beta=hyper(0.9, ge=0, lt=1, doc="the decay of the average squares"),
     alpha=hyper(0.05, ge=0, doc="a factor of the step"),
     gamma=hyper(1.01, gt=0, doc="the factor by which a step's norm grows at most"),
-    eps=hyper(1e-8, gt=0),
+    eps=hyper(1e-8, gt=0, doc="added under both roots that divide, and to the last step's norm"),
     weight_decay=hyper(0.0, ge=0),
     matrix=shape_flag(lambda shape: len(shape) >= 2),
 ):

@@ -13,7 +13,7 @@ def scion(
     lr=hyper(1e-3, ge=0),
     momentum=hyper(0.1, gt=0, le=1, doc="the part of the gradient in the average"),
     scale=hyper(1.0, ge=0, doc="the radius of the ball that the weights stay in"),
-    unconstrained=hyper(False, doc="leave the weights free of that ball"),
+    unconstrained=hyper(False, doc="leave the weights free of the ball of radius `scale`"),
     normalized=hyper(True, doc="False for an embedding of (vocabulary, features)"),
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
     ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),

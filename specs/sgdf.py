@@ -11,8 +11,11 @@ def sgdf(
     exp_var=state(nonneg),
     *,
     lr=hyper(1e-2, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
-    eps=hyper(1e-8, gt=0),
+    betas=hyper(
+        (0.9, 0.999), ge=0, lt=1,
+        doc="the decays of the averages of the gradient and of its squared distance from the first",
+    ),
+    eps=hyper(1e-8, gt=0, doc="added to the denominator of the gain"),
     weight_decay=hyper(0.0, ge=0),
     of_average=flag(False, doc="take the variance of the average, as the authors' code does"),
     root_gain=flag(False, doc="take the root of the gain"),

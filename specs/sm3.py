@@ -26,7 +26,7 @@ def sm3(
     *,
     lr=hyper(0.1, ge=0),
     momentum=hyper(0.9, ge=0, lt=1, doc="the decay of the momentum; 0 keeps none"),
-    eps=hyper(1e-30, gt=0),
+    eps=hyper(1e-30, gt=0, doc="added under the root that divides"),
     has_momentum=flag(nonzero="momentum"),
     factored=shape_flag(lambda shape: len(shape) >= 2),
 ):

@@ -42,14 +42,16 @@ def soap_muon(
     went=scalar(0.0),
     *,
     lr=hyper(0.0375, ge=0, doc="the learning rate of matrices"),
-    momentum=hyper(0.95, ge=0, lt=1),
+    momentum=hyper(
+        0.95, ge=0, lt=1, doc="the decay of the average of the gradient, and its weight beside the newest one"
+    ),
     shampoo_beta=hyper(0.9, ge=0, lt=1, doc="the decay of the factors and of the second moment"),
     weight_decay=hyper(0.025, ge=0),
     row_floor=hyper(0.3825, ge=0, doc="the least step of a row, relative to its norm"),
     outward=hyper(0.5, ge=0, le=1, doc="the part of what makes a matrix longer that is applied"),
     lookahead=hyper(0.3, ge=0, doc="how far ahead gradients are taken, in average changes"),
     lookahead_beta=hyper(0.99, ge=0, lt=1, doc="the decay of the average change"),
-    eps=hyper(1e-8, gt=0),
+    eps=hyper(1e-8, gt=0, doc="the least root that divides; under AdamW, added to it"),
     ns_coefficients=hyper((2.0, -1.5, 0.5), series=True),
     ns_steps=hyper(12, ge=0, lt=100, whole=True),
     adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),

@@ -26,7 +26,7 @@ def stable_spam(
     gamma3=hyper(0.999, ge=0, lt=1, doc="the decay of the average largest element"),
     update_proj_gap=hyper(1000, ge=1, doc="steps between two resets"),
     total_T=hyper(0, ge=0, doc="steps over which beta1 and gamma1 fall; 0: they stay"),
-    eta_min=hyper(0.5, ge=0, le=1, doc="the part of them that is left"),
+    eta_min=hyper(0.5, ge=0, le=1, doc="the part of beta1 and gamma1 that is left"),
     anneals=flag(nonzero="total_T"),
 ):
     """StableSPAM: Adam of gradients whose spikes are clipped and whose norm is evened out, begun anew now and then.

@@ -11,9 +11,9 @@ def tam(
     s=tensor_state(),
     *,
     lr=hyper(1e-3, ge=0),
-    momentum=hyper(0.9, ge=0, lt=1),
+    momentum=hyper(0.9, ge=0, lt=1, doc="the decay of the momentum, which is a weighted sum of gradients"),
     decay_rate=hyper(0.9, ge=0, lt=1, doc="the decay of the average cosine of momentum and gradient"),
-    eps=hyper(1e-8, ge=0),
+    eps=hyper(1e-8, ge=0, doc="added to the gradient's weight, so that it is not 0"),
     weight_decay=hyper(0.0, ge=0),
 ):
     """s is an average of the cosine between a tensor's momentum and its gradient, which has the weight (1 + s) / 2."""

@@ -15,7 +15,7 @@ def vradam(
     beta3=hyper(1.0, ge=0, doc="the weight of the momentum's squared norm in the rate"),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(1e-5, ge=0),
-    lr_cutoff=hyper(10.0, ge=0, doc="the largest such term"),
+    lr_cutoff=hyper(10.0, ge=0, doc="the largest term of beta3 in the rate"),
     normgrad=flag(False, doc="the gradient's norm in place of the momentum's"),
 ):
     """The rate is lr / (1 + min(beta3 * |m|^2, lr_cutoff)), with m the momentum of the model or, by `normgrad`, g."""

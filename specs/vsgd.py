@@ -15,7 +15,7 @@ def vsgd(
     ghattg=hyper(30.0, gt=0, doc="the prior ratio of the variances of noise and gradient"),
     ps=hyper(1e-8, gt=0, doc="the prior's strength"),
     tau1=hyper(0.81, gt=0, le=1, doc="the power of t by which the true gradient's rate is learnt"),
-    tau2=hyper(0.9, gt=0, le=1, doc="that of the observed gradient's"),
+    tau2=hyper(0.9, gt=0, le=1, doc="the power of t by which the observed gradient's rate is learnt"),
     eps=hyper(1e-8, gt=0),
     weight_decay=hyper(0.0, ge=0),
 ):

@@ -11,7 +11,10 @@ def yogi(
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-2, ge=0),
-    betas=hyper((0.9, 0.999), ge=0, lt=1),
+    betas=hyper(
+        (0.9, 0.999), ge=0, lt=1,
+        doc="the decay of the gradient's average, and 1 less the part of a square that exp_avg_sq moves by",
+    ),
     initial_accumulator=hyper(1e-6, ge=0, doc="the first second moment"),
     eps=hyper(1e-3, ge=0),
     weight_decay=hyper(0.0, ge=0),

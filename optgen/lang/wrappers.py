@@ -222,7 +222,7 @@ def hyperball(rule, p, g, t, radius=tensor_state(nonneg), *, on_sphere=shape_fla
 def lookahead(
     rule, p, g, slow=state(init="param"), *,
     lookahead_k=hyper(5, ge=1, doc="steps between two steps of the slow weights"),
-    alpha=hyper(0.5, ge=0, le=1, doc="the part of the way that they go"),
+    alpha=hyper(0.5, ge=0, le=1, doc="the part of the way to the weights that the slow ones go"),
     sync=flag(every="lookahead_k"),
 ):  # fmt: skip
     """Lookahead around a rule: every lookahead_k steps slow weights go alpha of the way to p, and p begins again there.
