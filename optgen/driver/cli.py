@@ -128,8 +128,8 @@ def build(t: Terminal, given: Namespace) -> None:
         return
     if given.specs and not given.out or given.plan and not given.specs:
         got, want = " ".join([*given.specs, *given.plan]), "for specs that are named, which are built to another folder"
-        hint = "optgen build NAME --out FOLDER; without names it builds what [tool.optgen] in pyproject.toml says"
-        raise UserError("E411", option="--out", want=want, got=got, hint=hint)
+        hint = "optgen build NAME --plan PLAN --out FOLDER; without names, [tool.optgen] in pyproject.toml decides"
+        raise UserError("E411", option="--out" if given.specs else "--plan", want=want, got=got, hint=hint)
     plans = tuple(given.plan) or DEFAULT_PLANS
     outcome = b.build(b.Request(tuple(given.specs), plans, given.out, given.check))
     for line in outcome.warnings:
