@@ -4,6 +4,7 @@ import ast
 import csv
 import functools
 import inspect
+import itertools
 import re
 import tomllib
 from html import unescape
@@ -12,11 +13,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 import dadaptation
+import matplotlib as mpl
 import prodigyopt
 import pytest
 import pytorch_optimizer
 import schedulefree
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 from torch import Tensor, nn
 
 import optgen
@@ -133,6 +137,24 @@ def test_a_picture_is_what_the_formats_and_measured_tables_say(name: str) -> Non
     assert (draw.IMAGES / f"{name}.svg").read_text(encoding="utf-8") == draw.draw(name)
 
 
+DATA = ("memory", "pareto", "kernels", "training", "evidence", "curves", "frozen", "transfer", "lightbench")
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_words_of_a_picture_do_not_touch_each_other(name: str) -> None:
+    with mpl.rc_context(draw.STYLE):
+        drawn = draw.PICTURES[name]()
+        FigureCanvasAgg(drawn).draw()
+    outside = set()
+    for axis in (axis for ax in drawn.axes for axis in (ax.xaxis, ax.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        ticks = (*axis.get_major_ticks(), *axis.get_minor_ticks())
+        outside |= {tick.label1 for tick in ticks if not low <= tick.get_loc() <= high}
+    words = [x for x in drawn.findobj(Text) if x.get_visible() and x.get_text() and x not in outside]
+    boxes = [(x.get_text(), x.get_window_extent()) for x in words]
+    assert [(a, b) for (a, x), (b, y) in itertools.combinations(boxes, 2) if x.overlaps(y)] == []
+
+
 def test_methods_are_covered_by_a_rule_or_miss_something() -> None:
     with (ROOT / "docs/methods.csv").open(newline="", encoding="utf-8") as file:
         methods = list(csv.DictReader(file))
@@ -188,12 +210,16 @@ def test_the_format_of_ones_own_passes_and_a_bound_that_is_too_small_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    parts, whole = BLOCK.findall((ROOT / "docs" / "new-format.md").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "new-format.md").read_text(encoding="utf-8")
+    parts, whole = BLOCK.findall(page)
     Path("specs").mkdir()
     for text, plan, code in ((parts, "first4", 0), (parts, "first7", 0), (whole, "mx8", 0),
                              (whole.replace("Bound(1 / 64", "Bound(1 / 128"), "mx8", 1)):  # fmt: skip
         Path("specs/plans.py").write_text(text, encoding="utf-8")
         assert cli.main(["fuzz", "adamw", "--plan", plan, "-n", "10"]) == code
+        if (plan, code) == ("mx8", 0):
+            commands = [line.split() for line in re.findall(r"^optgen (.*?) +#", page, flags=re.MULTILINE)]
+            assert [cli.main(words) for words in commands if words[0] != "fuzz"] == [0, 0, 0]
     assert "outside its bound: exp_avg" in capsys.readouterr().err
 
 
