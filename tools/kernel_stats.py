@@ -664,13 +664,13 @@ def update(results: Mapping[str, Stats]) -> None:
     BASELINES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def record(results: Mapping[str, Stats]) -> dict[str, Any]:
-    """Return docs/benchmarks/kernels.json: sweeps against what memory leaves time for."""
+def record(results: Mapping[str, Stats], kept: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return docs/benchmarks/kernels.json: sweeps against what memory leaves time for, and the rows of others."""
     pipes = ("issue", "ALU", "FMA", "XU", "LSU")
     lists = {"many": (), "matrix": roofline.MATRIX, "GPT-2": roofline.GPT2}
     head = ["bytes", "instructions", *pipes, "registers"]
     head += [f"{card}, {name}" for name in lists for card in roofline.CARDS]
-    rows = {}
+    rows = {**kept}
     for name, s in results.items():
         kernel, target = name.split(" ")
         few = results.get(f"{kernel}_few {target}", s).cost
@@ -689,7 +689,7 @@ def record(results: Mapping[str, Stats]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count the chosen kernels on the chosen targets; 1 where one spills to local memory."""
+    """Count the chosen kernels on the chosen targets; 1 where one spills to local memory that is not known to."""
     parser = argparse.ArgumentParser(description="Instructions per element of the generated kernels, without a GPU.")
     parser.add_argument("names", nargs="*", help="only the kernels whose name contains one of these")
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="default: all of them")
@@ -698,10 +698,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--watched", action="store_true", help=f"those of other formats, on {WATCHED_ON}")
     parser.add_argument("--update", action="store_true", help="write the chosen and watched kernels' as baselines")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--record", action="store_true", help=f"all --sweeps for {roofline.TARGET} into {RECORD.name}")
+    parser.add_argument("--record", action="store_true", help=f"--sweeps for {roofline.TARGET} into {RECORD.name}")
     asked = parser.parse_args(arguments)
-    if asked.record and (asked.names or not asked.sweeps or asked.target != [roofline.TARGET]):
-        parser.error(f"--record is for --sweeps --target {roofline.TARGET}, without names")
+    if asked.record and (not asked.sweeps or asked.target != [roofline.TARGET]):
+        parser.error(f"--record is for --sweeps --target {roofline.TARGET}; with names, rows of others stay")
+    old = json.loads(RECORD.read_text(encoding="utf-8"))
+    if asked.record and asked.names and old["triton"] != triton.__version__:
+        parser.error(f"{RECORD.name} is of Triton {old['triton']}, not {triton.__version__}: record all, without names")
     results: dict[str, Stats] = {}
     jobs: list[Callable[[], Iterable[Job]]] = [partial(sweeps, asked.names)] * asked.sweeps
     jobs += [chosen] * asked.chosen + [watched] * asked.watched
@@ -720,8 +723,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.update:
         update(results)
     if asked.record:
-        RECORD.write_text(packed(record(results)), encoding="utf-8")
-    return int(any(s.stack > 0 for s in results.values()))
+        RECORD.write_text(packed(record(results, old["sweeps"] if asked.names else {})), encoding="utf-8")
+    return int(any(s.stack > 0 and name.split()[0] not in roofline.SPILLING for name, s in results.items()))
 
 
 if __name__ == "__main__":
