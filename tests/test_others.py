@@ -1,12 +1,20 @@
 """The runner of other packages' tests, on a made-up package; and those packages', where OPTGEN_OTHERS has checkouts."""
 
+import importlib
 import json
 import os
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from optgen import optim
 from tests.others import __main__ as others
+from tests.test_migration import SECTIONS
 
 PACKAGE = """
 from tests.others import Suite
@@ -68,12 +76,79 @@ def test_counts_and_what_has_no_reason(
     ]
     text = page.read_text(encoding="utf-8")
     assert text.startswith("before\n") and text.endswith(f"{others.END}after\n") and "old" not in text
-    assert "| made_up `unknown` | fp32 | 1 | 2 | 3 |\n" in text and "- made_up, theirs: a reason (1)\n" in text
+    assert "| made_up unknown | `fp32` | 1 | 2 | 3 |\n" in text and "| made_up | theirs: a reason | 1 |\n" in text
+
+
+def checkouts() -> Path:
+    if "OPTGEN_OTHERS" not in os.environ:
+        pytest.skip("OPTGEN_OTHERS names no folder of checkouts")
+    return Path(os.environ["OPTGEN_OTHERS"])
 
 
 @pytest.mark.full
 def test_other_packages_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "OPTGEN_OTHERS" not in os.environ:
-        pytest.skip("OPTGEN_OTHERS names no folder of checkouts")
     monkeypatch.setattr(others, "RECORD", tmp_path / "record.json")
-    assert others.main([os.environ["OPTGEN_OTHERS"]]) == 0
+    assert others.main([str(checkouts())]) == 0
+
+
+ON_CPU = {
+    r"torch\.cuda\.is_available\(\)": "True",
+    r"not data\.is_cuda": "False",
+    r"torch\.cuda\.get_device_properties\(device\)\.multi_processor_count": "1",
+    r"libdevice\.copysign\(rounded_val, scaled_e\)": "tl.where(scaled_e < 0, -rounded_val, rounded_val)",
+    r"\[2, 4, 8\]": "[2]",
+    r"\[4, 8\]": "[4]",
+}
+"""What FlashOptim's module must read to make its eager steps on a CPU, with kernels that Triton interprets."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rule", "options"), [("AdamW", {}), ("Lion", {}), ("SGD", {"momentum": 0.9})])
+def test_checkpoints_of_flashoptim_both_ways(
+    rule: str, options: dict[str, float], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both begin with the same bits, and make the same steps but for the order of Adam's operations: a code or two."""
+    text = (checkouts() / "flashoptim" / "flashoptim" / "optimizers.py").read_text(encoding="utf-8")
+    for pattern, new in ON_CPU.items():
+        text = re.sub(pattern, new, text)
+    (tmp_path / "flashoptim_on_cpu.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flashoptim_on_cpu", raising=False)
+    package: Any = importlib.import_module("flashoptim_on_cpu")
+    draw = torch.Generator().manual_seed(0)
+    start, *grads = (torch.randn(70, 64, generator=draw).to(dtype) for _ in range(9))
+
+    def made(cls: Any, weight: Tensor, **more: Any) -> Any:
+        return cls([nn.Parameter(weight.detach().clone())], lr=1e-3, **more, **options)
+
+    def step(some: Any, count: slice) -> None:
+        for g in grads[count]:
+            some.param_groups[0]["params"][0].grad = g * 0.01
+            some.step()
+
+    def compare(theirs: Any, ours: Any, codes: int, share: float = 2.0**-21) -> None:
+        (p, entry), dense = next(iter(theirs.state.items())), ours.dense_state_dict()["state"][0]
+        want = package.reconstruct_fp32_param(p.detach(), entry["error_bits"])
+        relative = (codes + 1) * 2.0 ** -(8 if dtype == torch.bfloat16 else 11) / 127
+        absolute = 2.0**-33 + codes * 1e-3 / 127  # what a code of a state moves a step by
+        torch.testing.assert_close(ours.full_weights()[0], want, rtol=relative, atol=absolute)
+        for name in dense.keys() - {"step"}:
+            error = (dense[name] - entry[name].materialize()).abs().max()
+            assert error <= share * dense[name].abs().max(), name
+
+    theirs = made(getattr(package, f"Flash{rule}"), start, compress_state_dict=True, fused=False)
+    step(theirs, slice(4))
+    ours = made(getattr(optim, rule), theirs.param_groups[0]["params"][0], plan="flashoptim")
+    ours.load_state_dict(theirs.state_dict())
+    compare(theirs, ours, 0)  # but for the roundings of a quotient, a curve and a square
+    step(theirs, slice(4, 8))
+    step(ours, slice(4, 8))
+    compare(theirs, ours, *((2, 2 / 127) if rule == "AdamW" else (0,)))
+
+    back = made(getattr(package, f"Flash{rule}"), ours.param_groups[0]["params"][0], fused=False)
+    there = {"opt": ours, "torch": torch}
+    exec(next(block for _, block in SECTIONS["flashoptim: FlashAdamW"] if "::quantized" in block), there)
+    back.load_state_dict(there["saved"])
+    compare(back, ours, 0, *((2.0**-7,) if dtype == torch.bfloat16 else ()))  # of a scale, whose square is a moment's
+    step(back, slice(4))

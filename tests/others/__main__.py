@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.others import Suite
+from tools import prose
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -104,17 +105,22 @@ def run(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def table(kept: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the page: counts of all suites, then each reason once."""
-    yield from ("| tests of | on | passed | failed | left out |", "|---|---|--:|--:|--:|")
-    reasons: Counter[str] = Counter()
+    """Yield the lines of the page: the counts of a package under each plan, then each reason once."""
+    outcomes = ("passed", "failed", "left out")
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    reasons: Counter[tuple[str, str]] = Counter()
     for package, suites in kept.items():
         for name, entry in suites.items():
-            counts = " | ".join(f"{entry[outcome]:,}" for outcome in ("passed", "failed", "left out"))
-            yield f"| {package} `{entry['commit']}` | {name} | {counts} |"
+            row = counts.setdefault((f"{package} {entry['commit']}", f"`{name.partition(',')[0]}`"), Counter())
+            row.update({outcome: entry[outcome] for outcome in outcomes})
             for _, count, reason in entry["kinds"]:
-                reasons[f"{package}, {reason}"] += count
+                reasons[package, reason] += count
+    rows = ((*who, *(f"{row[outcome]:,}" for outcome in outcomes)) for who, row in counts.items())
+    yield from prose.table(("tests of", "plan", *outcomes), rows, (0, 1))
     yield ""
-    yield from (f"- {reason} ({count:,})" for reason, count in reasons.items())
+    yield from prose.table(
+        ("failed or left out", "reason", "tests"), ((*key, f"{count:,}") for key, count in reasons.items()), (0, 1)
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = PAGE.read_text(encoding="utf-8")
         head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
         lines = "\n".join(table(json.loads(RECORD.read_text(encoding="utf-8"))))
-        PAGE.write_text(f"{head}{BEGIN}{lines}\n{END}{tail}", encoding="utf-8")
+        PAGE.write_text(f"{head}{BEGIN}\n{lines}\n\n{END}{tail}", encoding="utf-8")
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     return 1 if wrong else 0
 
