@@ -37,11 +37,8 @@ from tests.product import Cell
 
 DEVICE = torch.device(os.environ.get("OPTGEN_TEST_DEVICE") or "cpu")
 PATTERNS = tuple(os.environ.get("OPTGEN_TEST_KERNELS", "").split())
-QUICK = bool(os.environ.get("OPTGEN_TEST_QUICK"))
-SEED = os.environ.get("OPTGEN_TEST_SEED", "")
-"""Which third of the cells is checked beside the usual ones of FIRST: those of seeds 0, 1 and 2 are all; "": all."""
 FIRST = ("adamw", "lion", "sgd", "came", "lamb", "adafactor", "sm3", "prodigy", "muon")
-"""Specs that are checked before the others: a run that is cut short has then seen every kind of stage."""
+"""Common rules, which `tools/gpu_check.py` checks before the others: between them they have every kind of stage."""
 
 STEPS = 3
 HYPERS = {"lr": 0.0437, "weight_decay": 0.0931, "lookahead_k": 2}
@@ -57,6 +54,9 @@ SHAPES: tuple[Shape, ...] = (
 )  # fmt: skip
 
 
+CHECKED = TINY if DEVICE.type == "cpu" or "OPTGEN_PRETEND" in os.environ else SHAPES
+
+
 def plans_of(rule: str) -> tuple[str, ...]:
     return ready.plans() if rule == "adamw" else DEFAULT_PLANS
 
@@ -68,11 +68,9 @@ def cells() -> Iterator[Cell]:
         follow = {f.name for f in spec_of(spec).flags if f.shape is not None or f.clock is not None}
         for plan, param in itertools.product(plans_of(spec), product.PARAMS):
             for flags in product.settings_of(spec):
-                usual = not flags and param != "float16"
                 asked = not PATTERNS or f"{spec}.{plan}.{param}.".startswith(tuple(f"{p}." for p in PATTERNS))
                 cell = Cell(spec, plan, param, flags)
-                turn = not SEED or (usual and spec in FIRST) or zlib.crc32(str(cell).encode()) % 3 == int(SEED) % 3
-                if asked and turn and (usual or not QUICK) and not follow & {name for name, _ in flags}:
+                if asked and not follow & {name for name, _ in flags}:
                     yield cell
 
 
@@ -192,7 +190,7 @@ def outside(
 @pytest.mark.cuda
 @pytest.mark.parametrize("cell", [c for c in cells() if c.spec not in product.OF_MATRICES], ids=str)
 def test_fast_kernels_keep_to_their_enclosures(cell: Cell) -> None:
-    shapes = TINY if DEVICE.type == "cpu" else SHAPES
+    shapes = CHECKED
     if "model" in product.spaces_of(cell.spec):  # an enclosure sums over one tensor
         assert not [x for shape in shapes if shape != (0,) for x in outside(cell, [shape], DEVICE)]
         return
@@ -205,7 +203,7 @@ def test_fast_kernels_keep_to_their_enclosures(cell: Cell) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("cell", [c for c in cells() if not c.flags and c.spec in FIRST[:3]], ids=str)
 def test_neither_order_nor_work_items_change_a_bit(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes, draw = TINY if DEVICE.type == "cpu" else SHAPES, drawn(cell)
+    shapes, draw = CHECKED, drawn(cell)
     weights = [torch.randn(s, generator=draw) for s in shapes]
     grads = gradients(shapes, draw, getattr(torch, cell.param), 0)
 
@@ -223,9 +221,13 @@ def test_neither_order_nor_work_items_change_a_bit(cell: Cell, monkeypatch: pyte
 
 
 # Strict maths ---------------------------------------------------------------------------------------------------------
+def strict_class(cell: Cell) -> Any:
+    return optgen.compile(cell.spec, plan=cell.plan, maths="strict")
+
+
 def strict_differences(cell: Cell, shapes: Sequence[Shape], device: torch.device) -> list[str]:
     """Return what the strict kernels and eager torch store with other bits, on the device and on the CPU."""
-    cls, draw = optgen.compile(cell.spec, plan=cell.plan, maths="strict"), drawn(cell)
+    cls, draw = strict_class(cell), drawn(cell)
     weights = [torch.randn(s, generator=draw) for s in shapes]
     sides = [Side(cell, weights, backend, device, cls) for backend in ("triton", "reference")]
     host = Side(cell, weights, "reference", torch.device("cpu"), cls)
@@ -248,7 +250,7 @@ def strict_cells() -> list[Cell]:
 @pytest.mark.cuda
 @pytest.mark.parametrize("cell", strict_cells(), ids=str)
 def test_strict_kernels_give_the_bits_of_eager_torch(cell: Cell) -> None:
-    assert not strict_differences(cell, TINY if DEVICE.type == "cpu" else SHAPES, DEVICE)
+    assert not strict_differences(cell, CHECKED, DEVICE)
 
 
 # CUDA graphs ----------------------------------------------------------------------------------------------------------
@@ -256,6 +258,9 @@ def test_strict_kernels_give_the_bits_of_eager_torch(cell: Cell) -> None:
 GRAPHS = (("AdamW", "int8_split24"), ("AdamW", "fp32"), ("LAMB", "int8_split24"), ("CAME", "int8_split24"),
           ("Prodigy", "fp32"), ("Muon", "fp32"))  # fmt: skip
 """One sweep, several, sums over the model, and matrix products between kernels."""
+
+
+GRAPHED: tuple[Shape, ...] = ((64, 200), (130, 150), (33, 7))
 
 
 def captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -269,16 +274,16 @@ def captured(work: Callable[[], None], device: torch.device) -> Callable[[], Non
 
 
 def replayed_differences(
-    name: str, plan: str, fresh: bool, device: torch.device, capture: Any = captured, host: bool = False
-) -> list[str]:
+    name: str, plan: str, fresh: bool, device: torch.device, capture: Any = captured, host: bool = False,
+    shapes: Sequence[Shape] = (),
+) -> list[str]:  # fmt: skip
     """Return what replayed steps store with other bits than the same steps outside a graph.
 
     fresh  gradients are new tensors, made in the graph
     host   rates are floats, which the host sends
     """
-    shapes, dtype = ((64, 200), (130, 150), (33, 7)), torch.float32 if plan == "fp32" else torch.bfloat16
-    if device.type == "cpu":
-        shapes = ((3, 8), (4, 5), (2, 2))
+    dtype = torch.float32 if plan == "fp32" else torch.bfloat16
+    shapes = shapes or (((3, 8), (4, 5), (2, 2)) if device.type == "cpu" else GRAPHED)
     draw, cls = torch.Generator().manual_seed(1), getattr(optim, name)
     start = [torch.randn(s, generator=draw).to(dtype) for s in shapes]
     sides = []

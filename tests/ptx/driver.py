@@ -69,7 +69,7 @@ def _note(x: torch.Tensor) -> int:
     """Tensor.data_ptr, which keeps in mind what lies there: a kernel's tables are made of such addresses."""
     global _sorted
     storage = x.untyped_storage()
-    if x.device.type == "cpu" and _storages.get(begin := storage.data_ptr()) != begin + storage.nbytes():
+    if storage.device.type == "cpu" and _storages.get(begin := storage.data_ptr()) != begin + storage.nbytes():
         if len(_storages) > 1000:  # much of it may be free by now
             _storages.clear()
         _storages[begin], _sorted = begin + storage.nbytes(), None

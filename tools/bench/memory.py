@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optgen.accumulate import accumulator
 from optgen.optim import AdamW, Lion, Prodigy
-from tools.bench.race import cpu_model, save, write
+from tools.bench.race import cpu_model, end_with_parent, save, write
 from tools.prose import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,13 +133,13 @@ def measure(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
-    """Run `measure` in a process of its own, whose allocator returns memory at once."""
+def run(way: str, layers: int, width: int, steps: int, seconds: float | None = None) -> dict[str, Any]:
+    """Run `measure` in a process of its own, whose allocator returns memory at once, for so many seconds at most."""
     sizes = ["--layers", str(layers), "--width", str(width), "--steps", str(steps)]
     command = [sys.executable, "-m", "tools.bench", "memory", "--one", way, *sizes]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=seconds)
     if done.returncode:
         raise RuntimeError(f"{way}: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -169,6 +169,7 @@ def main(given: Sequence[str] | None = None, say: Callable[[str], None] = print)
     parser.add_argument("--one", choices=list(WAYS), help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     if options.one:
+        end_with_parent()
         say(json.dumps(measure(options.one, options.layers, options.width, options.steps)))
         return 0
     rows = []

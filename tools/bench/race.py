@@ -7,6 +7,7 @@ the rounds' own ratios: what slows a whole round down is in both of its times.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import gc
 import importlib
@@ -17,6 +18,7 @@ import os
 import platform
 import random
 import re
+import signal
 import statistics
 import sys
 import time
@@ -40,10 +42,13 @@ BF16, FP32 = torch.bfloat16, torch.float32
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
 LION: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.01}
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
-SEVERAL_SWEEPS = {"CAME": 5.03125, "Adafactor": 7.0, "LAMB": 5.0625}
-"""Rules of several sweeps -> bytes per element under int8_split24 that they move beyond one sweep's."""
+AGAIN = {"CAME": (1, 0, 2), "Adafactor": (0, 1, 2), "LAMB": (1, 1, 0)}
+"""Rules of several sweeps -> how many times more they read (states, weight, gradient) than one sweep does."""
+OF_MATRICES = ("Muon", "SOAP")
+"""Rules that multiply matrices, whose time is not that of memory; their step takes matrices alone here."""
 SHARE, FEWEST = 15.0, 3
 """Seconds that one contender may take of a section, and rounds in which the slowest takes part."""
+NO_TIME = "no time left"
 
 Shapes = list[tuple[int, ...]]
 Section = dict[str, Any]
@@ -114,6 +119,12 @@ def installed(package: str) -> str | None:
         return None
 
 
+def end_with_parent() -> None:
+    """Have this process killed when the one that started it ends, however that ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -146,7 +157,8 @@ class Contender:
 
     make    build the optimizer, or raise where it cannot be had
     within  context in which it is built and stepped
-    again   bytes per element that further sweeps read and write
+    again   how many times more it reads (states, weight, gradient) than one sweep does; None: it multiplies matrices
+    weight  bytes of a weight, with those that a plan adds to it
     kept    bytes per element of weights and states, counted when it is first built
     """
 
@@ -155,13 +167,17 @@ class Contender:
     make: Callable[[Sequence[torch.nn.Parameter]], Any]
     ours: bool = False
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
-    again: float = 0.0
+    again: tuple[int, int, int] | None = (0, 0, 0)
+    weight: float = 4.0
     kept: float = math.nan
 
     @property
-    def moved(self) -> float:
+    def moved(self) -> float | None:
         """Bytes per element that a step has to move: weights and states read and written, gradients read."""
-        return 2 * self.kept + self.dtype.itemsize + self.again
+        if self.again is None:
+            return None
+        further = zip(self.again, (self.kept - self.weight, self.weight, self.dtype.itemsize), strict=True)
+        return 2 * self.kept + self.dtype.itemsize + sum(times * size for times, size in further)
 
     def build(self, gradients: Sequence[Tensor]) -> Any:
         params = [torch.nn.Parameter(torch.randn_like(g).mul_(0.02)) for g in gradients]
@@ -188,6 +204,9 @@ def _plain(value: Any) -> Iterator[Tensor]:
             yield from _plain(getattr(value, part))
     elif isinstance(value, Tensor):
         yield value
+    elif hasattr(value, "__dict__"):  # FlashOptim's pairs of codes and scales
+        for part in vars(value).values():
+            yield from _plain(part)
 
 
 @contextmanager
@@ -198,28 +217,28 @@ def code_path(isa: str) -> Iterator[None]:
 
 
 def generated(backend: str) -> list[Contender]:
-    """Return optgen's AdamW and Lion, on GPUs also SGD, on CPUs AdamW's other code paths.
+    """Return optgen's AdamW and Lion; on CPUs AdamW's other code paths.
 
-    On GPUs also rules of several sweeps, and AdamW whose gradients are released, a parameter at a time.
+    On GPUs also SGD, rules of several sweeps, rules of matrices, and AdamW and CAME with released gradients.
     """
 
-    def ours(cls: str, plan: str, dtype: torch.dtype, hypers: dict[str, Any], isa: str = "") -> Contender:
-        made = getattr(optim, cls)
+    def ours(cls: str, plan: str, hypers: dict[str, Any], isa: str = "") -> Contender:
+        made, fp32 = getattr(optim, cls), plan == "fp32"
         within = (lambda: code_path(isa)) if isa else nullcontext
         name = f"{cls} {plan}" + f", {isa}" * bool(isa)
-        return Contender(name, dtype, lambda p: made(p, plan=plan, backend=backend, **hypers), True, within)
+        again = None if cls in OF_MATRICES else AGAIN.get(cls, (0, 0, 0))
+        make = lambda p: made(p, plan=plan, backend=backend, **hypers)  # noqa: E731
+        return Contender(name, FP32 if fp32 else BF16, make, True, within, again, 4.0 if fp32 else 3.0)
 
-    rules = [("AdamW", ADAMW), ("Lion", LION)] + [("SGD", SGD)] * (backend == "triton")
-    plans = (("int8_split24", BF16), ("fp32", FP32), ("int8_rn_split24", BF16))
-    usual = [(c, plan, dtype, h) for c, h in rules for plan, dtype in plans if c == "AdamW" or plan in DEFAULT_PLANS]
-    found = [ours(*contender) for contender in usual]
-    paths = ("avx2", "portable") if backend == "cpp" else ()
-    found += [ours("AdamW", "int8_split24", BF16, ADAMW, isa) for isa in paths]
-    if backend == "triton":
-        further = [replace(ours(cls, "int8_split24", BF16, {}), again=again) for cls, again in SEVERAL_SWEEPS.items()]
-        found += further
-        for c in (found[0], further[0]):
-            found.append(replace(c, name=f"{c.name}, released", make=lambda p, c=c: Released(c.make(p), p)))  # type: ignore[misc]
+    on_gpu = backend == "triton"
+    rules: list[tuple[str, dict[str, Any]]] = [("AdamW", ADAMW), ("Lion", LION)]
+    rules += [("SGD", SGD), *((cls, {}) for cls in (*AGAIN, *OF_MATRICES))] * on_gpu
+    plans = [*DEFAULT_PLANS[::-1], *["int4_split24"] * on_gpu]
+    found = [ours(cls, plan, hypers) for cls, hypers in rules for plan in plans]
+    found += [ours("AdamW", plan, ADAMW) for plan in ("int8_rn_split24", *["flashoptim"] * on_gpu)]
+    found += [ours("AdamW", "int8_split24", ADAMW, isa) for isa in ("avx2", "portable") if not on_gpu]
+    for c in [c for c in found if on_gpu and c.name in (FLAGSHIP, "CAME int8_split24")]:
+        found.append(replace(c, name=f"{c.name}, released", make=lambda p, c=c: Released(c.make(p), p)))  # type: ignore[misc]
     return found
 
 
@@ -273,6 +292,7 @@ PEERS = (
     ("cpu", "torchao AdamW4bit fp32", FP32, "torchao.optim", "AdamW4bit", ADAMW),
     ("cpu", "torchao AdamWFp8 fp32", FP32, "torchao.optim", "AdamWFp8", ADAMW),
     ("cpu", "bitsandbytes AdamW8bit fp32", FP32, "bitsandbytes.optim", "AdamW8bit", ADAMW),
+    ("cuda", "torch Muon bf16", BF16, "torch.optim", "Muon", {}),
     ("cuda", "FlashAdamW", BF16, "flashoptim", "FlashAdamW", ADAMW),
     ("cuda", "FlashLion", BF16, "flashoptim", "FlashLion", LION),
     ("cuda", "FlashSGD", BF16, "flashoptim", "FlashSGD", SGD),
@@ -294,7 +314,11 @@ def peers(device: str) -> tuple[list[Contender], dict[str, str]]:
         if kind != device:
             continue
         try:
-            made = getattr(importlib.import_module(module), cls)
+            made = getattr(imported := importlib.import_module(module), cls)
+            for kernel in ("_triton_quantize_kernel", "_triton_dequantize_kernel") * (module == "flashoptim"):
+                tuned = getattr(getattr(imported, "optimizers", None), kernel, None)
+                if tuned is not None:  # kernels that no step launches, and whose tuning takes half a minute
+                    tuned.configs = tuned.configs[:1]
         except Exception as error:  # a broken installation says so in many ways
             missing[name] = "not installed" if isinstance(error, ModuleNotFoundError) else in_words(error)
         else:
@@ -351,13 +375,16 @@ def free_memory(device: str) -> float:
 def section(
     title: str, shapes: Shapes, contenders: Sequence[Contender], *, device: str = "cpu", threads: int = 1,
     rounds: int = 10, steps: int = 1, copied: int = 2**28, memory: float | None = None, end: float = math.inf,
-    say: Callable[[str], None] = lambda text: None,
+    share: float = SHARE, say: Callable[[str], None] = lambda text: None,
+    keep: Callable[[Section], None] = lambda found: None,
 ) -> Section:  # fmt: skip
     """Time all contenders over one list of tensors.
 
     steps   in a row within a turn
     copied  bytes of the buffer whose copying is timed beside them; 0: it is not
-    end     of time.monotonic(); no batch is begun after it
+    end     of time.monotonic(); no batch and no round is begun after it
+    share   seconds that one contender may take
+    keep    is given what was found after each batch
     """
     began, numel = time.monotonic(), sum(map(math.prod, shapes))
     left_out: dict[str, str] = {}
@@ -369,30 +396,34 @@ def section(
             fitting.append(c)
         except Exception as error:  # the contender's failure is a result, not the end of the run
             left_out[c.name] = in_words(error)
+    order = [c.name for c in contenders]
+
+    def found() -> Section:
+        return {
+            "title": title, "device": device, "tensors": len(shapes), "elements": numel, "threads": threads,
+            "rounds": rounds, "rows": sorted(rows.values(), key=lambda r: order.index(r["name"])),
+            "left_out": dict(left_out), "seconds": round(time.monotonic() - began, 1),
+        }  # fmt: skip
+
     runs, unfit = batches(fitting, numel, (free_memory(device) if memory is None else memory) - 2 * copied)
     left_out |= {c.name: "does not fit into memory" for c in unfit}
     rows: dict[str, dict[str, Any]] = {}
     for run in runs:
         if time.monotonic() >= end:
-            left_out |= {c.name: "no time left" for c in run if c.name not in rows}
+            left_out |= {c.name: NO_TIME for c in run if c.name not in rows}
             continue
-        lanes = _race(shapes, run, device, threads, rounds, steps, copied, left_out)
+        lanes = _race(shapes, run, device, threads, rounds, steps, copied, left_out, end, share)
         for name in lanes:
-            if name != COPY and name not in rows:
+            if name != COPY and name not in rows and lanes[name].seconds:
                 rows[name] = _row(name, lanes, numel, copied)
         say(f"{title}: {', '.join(name for name in lanes if name != COPY)}")
-    order = [c.name for c in contenders]
-    return {
-        "title": title, "device": device, "tensors": len(shapes), "elements": numel, "threads": threads,
-        "rounds": rounds,
-        "rows": sorted(rows.values(), key=lambda r: order.index(r["name"])), "left_out": left_out,
-        "seconds": round(time.monotonic() - began, 1),
-    }  # fmt: skip
+        keep(found())
+    return found()
 
 
 def _race(
     shapes: Shapes, run: Sequence[Contender], device: str, threads: int, rounds: int, steps: int, copied: int,
-    left_out: dict[str, str],
+    left_out: dict[str, str], end: float, share: float,
 ) -> dict[str, Lane]:  # fmt: skip
     """Return the lanes of those that ran, and of copying; say of the rest why not."""
     source = torch.empty(copied, dtype=torch.uint8, device=device).random_(0, 256)  # caches of some devices compress
@@ -406,11 +437,13 @@ def _race(
                 step = (lambda: target.copy_(source)) if c is copy else c.build(grads[c.dtype]).step
                 timer = Timer("step()", globals={"step": step}, num_threads=threads)
                 turn = (steps + 2) * min(timer.timeit(1).median for _ in range(2))  # each turn warms up for two steps
-            lanes[c.name] = Lane(c, timer, max(min(rounds, FEWEST), min(rounds, int(SHARE / turn))))
+            lanes[c.name] = Lane(c, timer, max(min(rounds, FEWEST), min(rounds, int(share / turn))))
         except Exception as error:
             left_out[c.name] = in_words(error)
     order, shuffled = list(lanes), random.Random(0)
     for number in range(rounds):
+        if number and time.monotonic() >= end:
+            break
         shuffled.shuffle(order)
         for name in order:
             lane = lanes.get(name)
@@ -446,10 +479,10 @@ def _row(name: str, lanes: Mapping[str, Lane], numel: int, copied: int) -> dict[
         return summary([scale * lanes[other].seconds[n] / own.seconds[n] for n in both]) if both else None
 
     return {
-        "name": name, "ours": c.ours, "kept": round(c.kept, 4), "moved": round(c.moved, 4),
+        "name": name, "ours": c.ours, "kept": round(c.kept, 4), "moved": c.moved and round(c.moved, 4),
         "us": summary([1e6 * s for s in own.seconds.values()]),
         "ns_per_parameter": summary([1e9 * s / numel for s in own.seconds.values()]),
-        "speed": ratio(BASE), "of_copy": ratio(COPY, c.moved * numel / max(2 * copied, 1)),
+        "speed": ratio(BASE), "of_copy": c.moved and ratio(COPY, c.moved * numel / max(2 * copied, 1)),
         "versus": {o: ratio(o) for o, lane in lanes.items() if c.ours and not lane.contender.ours and o != COPY},
     }  # fmt: skip
 
@@ -580,7 +613,7 @@ def section_lines(found: Section) -> list[str]:
     head += ["us per step" if whole else "ns per parameter", "quartiles"] * timed
     rows = [
         [
-            r["name"], f"{r['kept']:.4g}", f"{r['moved']:.4g}", *quartiles(r["speed"]),
+            r["name"], f"{r['kept']:.4g}", f"{r['moved']:.4g}" if r["moved"] else "", *quartiles(r["speed"]),
             f"{r['of_copy']['median']:.0%}" if r["of_copy"] else "", *quartiles(r[unit]) * timed,
         ]
         for r in found["rows"]
