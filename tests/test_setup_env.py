@@ -46,7 +46,7 @@ def test_every_direct_requirement_is_pinned() -> None:
         return {m.group().lower().replace("_", "-") for m in found if m}
 
     assert names("dev.txt") <= names("constraints.txt")
-    apart = (*setup_env.BARE, *setup_env.APART, *setup_env.PACKAGES)
+    apart = (*setup_env.BARE, *setup_env.APART, *setup_env.PACKAGES, *setup_env.JAX)
     assert {name.replace("_", "-") for name in apart} <= names("constraints.txt")
     assert setup_env.FRAMEWORKS.relative_to(setup_env.VENV) == with_timm.FOLDER.relative_to(sys.prefix)
     assert setup_env.ORACLES.relative_to(setup_env.VENV) == oracles.FOLDER.relative_to(sys.prefix)
@@ -77,5 +77,5 @@ def test_a_failure_apart_stops_nothing_and_one_of_the_environment_begins_no_furt
             setup_env.install("cpu")
     else:
         setup_env.install("cpu")
-    assert len(folders) == (1 if fails == "-r" else 3)
-    assert capsys.readouterr().out.count("could not be installed") == (0 if fails == "-r" else 3)
+    assert len(folders) == (1 if fails == "-r" else 4)
+    assert capsys.readouterr().out.count("could not be installed") == (0 if fails == "-r" else 4)

@@ -36,6 +36,7 @@ APART = ("timm", "torchvision")
 FRAMEWORKS = VENV / "frameworks"
 PACKAGES = ("absl_py", "apollo_torch", "emerging_optimizers", "galore_torch")
 """Optimizers of matrices that tests compare rules with, and what one of them imports; in a folder of their own."""
+JAX = ("optax", "jax", "jaxlib", "ml_dtypes", "opt_einsum")  # into it too; only jax' factorizations need SciPy
 ORACLES = VENV / "oracles"
 OLDEST_TRITON = "3.6.0"
 """The oldest version that kernels are counted under, beside the one that tests run with; in a folder of its own."""
@@ -165,7 +166,7 @@ def install(kind: str) -> None:
     make_venv()
     LOG.write_text("")
     LOG_APART.write_text("")
-    folders = ([*APART], FRAMEWORKS), ([*PACKAGES], ORACLES), ([f"triton=={OLDEST_TRITON}"], OLDEST)
+    folders = ([*APART], FRAMEWORKS), ([*PACKAGES], ORACLES), ([*JAX], ORACLES), ([f"triton=={OLDEST_TRITON}"], OLDEST)
     given = "--upgrade", "--ignore-requires-python", "--target"  # emerging_optimizers' tests run with 3.11 too
     pool = ThreadPoolExecutor(1)  # for folders of their own, beside the environment: pip works on one core
     apart = [pool.submit(install_alone, names, *given, str(x), to=LOG_APART) for names, x in folders]
