@@ -1,10 +1,10 @@
 """FlashOptim's names, made of optgen: its own tests then judge our classes, under its storage and under ours.
 
-Rewritten in its files are devices, the sizes of two sweeps, and how a test reaches into an optimizer.
+Rewritten in its files are devices, the size of a sweep, and how a test reaches into an optimizer.
 """
 
 import os
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,27 +38,28 @@ def plan_of(quantize: bool, bits: int | None) -> Plan:
     return PLANS[quantize, bits]
 
 
-def flash(rule: str) -> Callable[..., Any]:
-    """Return a function that takes FlashOptim's arguments and makes an optimizer of the rule."""
+# fmt: off
+def flash(
+    rule: str, params: Any, *, quantize: bool = True, compress_state_dict: bool = False,
+    master_weight_bits: int | None = 24, check_numerics: bool = False, fused: bool = True, decouple_lr: bool = False,
+    **options: Any,
+) -> Any:
+    # fmt: on
+    """Make an optimizer of a rule from FlashOptim's arguments."""
+    if decouple_lr and rule == "adamw":
+        options["decouple_lr"] = True
+    elif decouple_lr:  # by lr / (first lr): the rates of these tests stay
+        options["weight_decay"] /= options["lr"]
+    made = optgen.compile(rule, plan_of(quantize, master_weight_bits))(params, **options)
+    made._ensure_state_initialized = lambda *_, **__: None  # states begin at the first step
+    made.get_fp32_model_state_dict = made.master_state_dict
+    made.set_fp32_model_state_dict = made.load_master_state_dict
+    return made
 
-    def make(
-        params: Any, *, quantize: bool = True, compress_state_dict: bool = False, master_weight_bits: int | None = 24,
-        check_numerics: bool = False, fused: bool = True, decouple_lr: bool = False, **options: Any,
-    ) -> Any:
-        if decouple_lr and rule == "adamw":
-            options["decouple_lr"] = True
-        elif decouple_lr:  # by lr / (first lr): the rates of these tests stay
-            options["weight_decay"] /= options["lr"]
-        made = optgen.compile(rule, plan_of(quantize, master_weight_bits))(params, **options)
-        made._ensure_state_initialized = lambda *_, **__: None  # states begin at the first step
-        made.get_fp32_model_state_dict = made.master_state_dict
-        made.set_fp32_model_state_dict = made.load_master_state_dict
-        return made
 
-    return make
-
-
-FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW = map(flash, ("adam", "adamw", "lion", "sgd", "sgdw"))
+FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW = (
+    partial(flash, rule) for rule in ("adam", "adamw", "lion", "sgd", "sgdw")
+)
 
 
 class State:
