@@ -129,8 +129,8 @@ class Run:
         self.tests_path = self.path.with_name(f"{self.path.stem}_tests.jsonl")
         earlier, same = race.read(self.path), ("device", "date", "torch", "packages", "sources")
         kept = all(earlier.get("machine", {}).get(key) == self.machine[key] for key in same)
-        if not kept:
-            self.tests_path.unlink(missing_ok=True)
+        rows = outcomes(self.tests_path).values() if kept else ()
+        race.write(self.tests_path, "".join(json.dumps(row) + "\n" for row in rows))  # whole lines
         self.data: dict[str, Any] = earlier if kept else {"sections": {}, "missing": {}, "memory": [], "left": {}}
         self.data["machine"] = self.machine
         self.workers: list[subprocess.Popen[bytes]] = []
