@@ -104,6 +104,9 @@ def test_settings_of_adam_reach_rules_that_have_them(tmp_path: Path) -> None:
     for rule in ("came", {"*": "adamw"}):
         with pytest.raises(ValueError, match="take adam_beta2"):
             ours.optimizer_cls_and_kwargs(changed, rule)
+    decayed = transformers.TrainingArguments(str(tmp_path), report_to=[], weight_decay=0.1)
+    with pytest.raises(ValueError, match=r"Rprop has no weight decay, got weight_decay=0\.1 of TrainingArguments"):
+        ours.optimizer_cls_and_kwargs(decayed, "rprop")
 
 
 @pytest.mark.parametrize("rule", RULES)

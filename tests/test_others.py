@@ -28,6 +28,7 @@ SUITES = (
           {r"_unwanted\\[": "of its own device"}),
     Suite("int8", "theirs", ("test_it.py",), {r"cuda": "cpu"}, {"test_explained": "", "_passes": "stale"},
           {"_unwanted|_unexplained": "not today"}),
+    Suite("int8", "theirs", ("test_ranks.py",), kind="two ranks", ranks=2),
 )
 """
 TESTS = """
@@ -50,12 +51,23 @@ def test_unwanted(size):
     raise SystemExit
 """
 
+OF_RANKS = """
+import torch.distributed as dist
+
+def test_on_both():
+    assert dist.get_world_size() == 2
+
+def test_on_one():
+    assert dist.get_rank() == 0
+"""
+
 
 def test_counts_and_what_has_no_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "made_up" / "theirs").mkdir(parents=True)
     (tmp_path / "made_up" / "theirs" / "test_it.py").write_text(TESTS, encoding="utf-8")
+    (tmp_path / "made_up" / "theirs" / "test_ranks.py").write_text(OF_RANKS, encoding="utf-8")
     (tmp_path / "of_made_up.py").write_text(PACKAGE, encoding="utf-8")
     (page := tmp_path / "page.md").write_text(f"before\n{others.BEGIN}old\n{others.END}after\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -68,6 +80,7 @@ def test_counts_and_what_has_no_reason(
     assert "made_up, fp32: test_it.py::test_unexplained: failed, and no reason is given" in wrong
     assert "made_up, fp32: test_it.py::test_skipped: skipped, and no reason is given" in wrong
     assert "made_up, int8: '_passes' explains no test" in wrong
+    assert "made_up, int8, two ranks: test_ranks.py::test_on_one: failed" in wrong and "test_on_both" not in wrong
     kept = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["made_up"]["fp32"]
     assert (kept["passed"], kept["failed"], kept["left out"]) == (1, 2, 3)
     assert kept["kinds"] == [

@@ -5,12 +5,15 @@ timm and torchvision are taken from the environment, or from its folder `FOLDER`
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -28,9 +31,9 @@ def missing() -> str | None:
     return None
 
 
-def prepared() -> ModuleType:
-    """The example; before it the names of torchvision's operators, where their library is for another build of torch
-    and torchvision stops when it looks them up.  Nothing here calls them."""
+def add_torchvision() -> None:
+    """Make torchvision importable.  Where its library is for another build of torch, it stops when it looks up its
+    operators: their names are defined first then.  Nothing here calls them."""
     sys.path.append(str(FOLDER))
     try:
         importlib.import_module("torchvision")
@@ -40,6 +43,11 @@ def prepared() -> ModuleType:
             if not hasattr(torch.ops.torchvision, name):
                 library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         LIBRARIES.append(library)
+
+
+def prepared() -> ModuleType:
+    """Return the example."""
+    add_torchvision()
     from tests.test_frameworks import example
 
     return example("timm_groups")
@@ -105,7 +113,25 @@ def other_rules(example: ModuleType) -> None:
         assert all(a.isfinite().all() and not torch.equal(a, b) for a, b in pairs)
 
 
-CHECKS = {x.__name__: x for x in (stopped_and_resumed, beside_torchs, other_rules)}
+def all_rules(example: ModuleType) -> None:
+    """timm gives weight_decay, 0 by default, to every class; a rule without decay refuses another, in a group too."""
+    from timm.optim import create_optimizer_v2
+
+    import optgen
+    from optgen.by_name import class_of
+    from optgen.integrations.timm import register
+
+    for rule in optgen.list_rules():
+        name, decays = register(rule, plan="fp32"), "weight_decay" in inspect.signature(class_of(rule)).parameters
+        made = create_optimizer_v2(example.network(), name, lr=1e-3)
+        assert isinstance(made, class_of(rule)), rule
+        for filtered in (True, False):
+            refused = pytest.raises(ValueError, match=r"has no weight decay, got weight_decay=0\.1: leave it at 0")
+            with nullcontext() if decays else refused:
+                create_optimizer_v2(example.network(), name, lr=1e-3, weight_decay=0.1, filter_bias_and_bn=filtered)
+
+
+CHECKS = {x.__name__: x for x in (stopped_and_resumed, beside_torchs, other_rules, all_rules)}
 
 
 def main() -> None:

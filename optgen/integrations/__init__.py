@@ -12,6 +12,7 @@ accelerate, Lightning and its CLI, and kohya's scripts take a class: optgen.opti
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 
@@ -23,3 +24,9 @@ def framework(module: str) -> Any:
         package = module.partition(".")[0].replace("_", "-")
         text = f"optgen.integrations: {package} is missing or incomplete ({error}): pip install {package}"
         raise ModuleNotFoundError(text, name=error.name) from error
+
+
+def refuse_decay(cls: Any, decay: float, of: str = "") -> None:
+    """Raise ValueError where a framework asks for weight decay and the rule has none."""
+    if decay and "weight_decay" not in inspect.signature(cls).parameters:
+        raise ValueError(f"{cls.__name__} has no weight decay, got weight_decay={decay!r}{of}: leave it at 0")

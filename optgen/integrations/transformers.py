@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from optgen.by_name import class_of, make
+from optgen.integrations import refuse_decay
 
 ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 """The arguments of Adam that every TrainingArguments has, with their defaults."""
@@ -35,7 +36,7 @@ def optimizer_cls_and_kwargs(
     model    the Trainer's model, which gives the parameters their names
     options  of the class; they come before those of `args`
 
-    ValueError for settings of Adam and a rule that does not take them.
+    ValueError for settings of Adam, or weight decay, and a rule that does not take them.
     """
     given: dict[str, Any] = {"lr": args.learning_rate}
     changed = [name for name, default in ADAM.items() if getattr(args, name) != default]
@@ -53,6 +54,7 @@ def optimizer_cls_and_kwargs(
         if changed:
             raise ValueError(f"several rules do not take {', '.join(changed)} of TrainingArguments: give each its own")
         return Factory, {"rules": rule, "plan": plan, **given, **options}
+    refuse_decay(class_of(rule, plan), args.weight_decay, " of TrainingArguments")
     made = {} if plan is None else {"plan": plan}
     named = {} if model is None else {"module": model}
     return class_of(rule, plan), {**made, **named, **given, **options}

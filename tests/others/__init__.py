@@ -3,6 +3,8 @@
 Nothing of the packages is kept here.  DIR has a checkout of each, and PYTHONPATH what its tests import:
 
     git clone https://github.com/databricks/flashoptim
+    git clone https://github.com/NVIDIA-NeMo/Emerging-Optimizers emerging     # absl-py
+    git clone https://github.com/pytorch/torchtitan                           # what it requires
 
 A module of this folder is a package.  It has `SUITES`, and if it must, a function `install(plan)`, which replaces what
 the tests import by classes of optgen before any of them is collected.
@@ -20,6 +22,7 @@ class Suite:
     failing    regular expression of tests that fail -> "ours: ..." or "theirs: ...", the reason
     left_out   regular expression of tests that are not run -> the reason
     environ    further variables of the process; without, kernels are eager and Triton's interpreted
+    ranks      processes that run the tests together, over gloo: a test passes if it does on each
 
     Expressions are searched in names as pytest writes them, `test_file.py::test[parameters]`; the first one counts.
     """
@@ -32,6 +35,7 @@ class Suite:
     left_out: Mapping[str, str] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
     kind: str = ""
+    ranks: int = 1
 
     @property
     def name(self) -> str:

@@ -47,13 +47,20 @@ def outcomes_of(module: str, suite: Suite, checkout: Path) -> dict[str, str]:
             "OPTGEN_OTHERS_MODULE": module,
             "OPTGEN_OTHERS_SUITE": suite.name,
             "OPTGEN_OTHERS_OUTCOMES": str(found),
+            "OPTGEN_OTHERS_CHECKOUT": str(checkout),
         }
         options = ["-q", "--tb=line", "-p", "tests.others.plugin", "-p", "no:cacheprovider", f"--rootdir={copy}"]
         command = [sys.executable, "-m", "pytest", *options, *suite.files]
-        done = subprocess.run(command, cwd=copy, env=environ)
-        if not found.exists():
-            sys.exit(f"{module}, {suite.name}: pytest ended with {done.returncode} before it had run the tests")
-        return dict(json.loads(found.read_text(encoding="utf-8")))
+        each = [environ | {"OPTGEN_OTHERS_RANK": str(rank)} for rank in range(suite.ranks)]
+        processes = [subprocess.Popen(command, cwd=copy, env=environ) for environ in each]
+        outcomes: dict[str, str] = {}
+        for rank, process in enumerate(processes):
+            code, path = process.wait(), Path(f"{found}.{rank}")
+            if not path.exists():
+                sys.exit(f"{module}, {suite.name}: pytest ended with {code} before it had run the tests")
+            of_rank = json.loads(path.read_text(encoding="utf-8"))
+            outcomes |= {test: outcome for test, outcome in of_rank.items() if outcomes.get(test) != "failed"}
+        return outcomes
 
 
 def judge(suite: Suite, outcomes: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:

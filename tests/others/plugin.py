@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ import pytest
 package: Any = importlib.import_module(os.environ["OPTGEN_OTHERS_MODULE"])
 suite = next(suite for suite in package.SUITES if suite.name == os.environ["OPTGEN_OTHERS_SUITE"])
 outcomes: dict[str, str] = {}
+RANK, OUTCOMES = int(os.environ["OPTGEN_OTHERS_RANK"]), os.environ["OPTGEN_OTHERS_OUTCOMES"]
+if suite.ranks > 1:
+    import torch.distributed as dist
+
+    meeting = f"file://{OUTCOMES}.store"
+    dist.init_process_group("gloo", meeting, timedelta(minutes=2), world_size=suite.ranks, rank=RANK)
 if hasattr(package, "install"):
     package.install(suite.plan)
 
@@ -39,4 +46,4 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    Path(os.environ["OPTGEN_OTHERS_OUTCOMES"]).write_text(json.dumps(outcomes), encoding="utf-8")
+    Path(f"{OUTCOMES}.{RANK}").write_text(json.dumps(outcomes), encoding="utf-8")
