@@ -640,7 +640,7 @@ class SmallWork:
         def is_read(nodes: Iterable[Node]) -> bool:
             return any(a.op == "load" and a.attr == s.buffer for n in nodes for a in n.args)
 
-        floor = self.home.get(s.node.uid) or (min(x.level for x in self.sweeps) + 1, 0, space)
+        floor = self.home.get(s.node.uid) or (max(min(x.level for x in self.sweeps) + 1, level(s.node)), 0, space)
         for sweep in self.sweeps:
             if s.buffer in sweep.loads:
                 floor = max(floor, (sweep.level + 1, 0, space))
