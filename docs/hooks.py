@@ -60,8 +60,6 @@ WHEN = {
     "int6_split24": "half a byte matters.",
     "int5_split24": "three quarters of a byte matter and you can compare a short run.",
     "int4_split24": "a byte matters more than the noise of the updates; compare a run before.",
-    "int5_int3_split24": "you want 4 bytes and gradients of neighbours are of like size: less error than int4_split24, "
-    "but too short steps, at 3 octaves by up to half, where second moments of a block span more than 2 of their root.",
     "int5_factored_split24": "weights are matrices and 3.7 bytes are the limit.",
     "int4_factored_split24": "weights are matrices and memory is all that counts.",
 }
@@ -473,7 +471,7 @@ def shown(x: Any) -> str:
 def formats() -> Iterator[type]:
     import optgen.formats as room
 
-    for name in "Blocked LogMinMax LogMax Codebook Fp8 Rank1 Factored Split Copy Kahan Native".split():
+    for name in "Blocked LogMinMax Codebook Fp8 Rank1 Factored Split Copy Kahan Native".split():
         yield getattr(room, name)
 
 

@@ -15,7 +15,6 @@ from optgen.formats import (
     Factored,
     Fp8,
     Kahan,
-    LogMax,
     LogMinMax,
     Native,
     Plan,
@@ -97,14 +96,6 @@ int4_split24 = Plan(
     master=Split(8, "stochastic"),
     signed=Blocked(4, 64, softsign(0.5), scales.ue8m8, relative=True),
     nonneg=LogMinMax(4, 64),
-    matrices=8,
-)
-
-int5_int3_split24 = Plan(
-    "bf16 weight and 8 more bits, 5-bit first and 3-bit second moments, stochastic: 4.0625 bytes per parameter.",
-    master=Split(8, "stochastic"),
-    signed=Blocked(5, 64, softsign(0.5), scales.ue8m8, relative=True),
-    nonneg=LogMax(3, 64, octaves=2.5),
     matrices=8,
 )
 

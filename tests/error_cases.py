@@ -196,7 +196,6 @@ TEXTS = {
     "E305_class": 'Plan("8-bit moments.", overrides={"exp_avg": Blocked})\n',
     "E305_float8": 'Fp8("e3m4")\n',
     "E305_master": 'Plan("bf16 weights.", master=floats.bf16)\n',
-    "E305_octaves": 'LogMax(octaves="2")\n',
     "E305_scale": 'Blocked(scale="ue8m8")\n',
     "E305_text": 'Plan("8-bit moments.", signed="int8")\n',
     "E307_stagnates": "from optgen.verify import lint\n\n" + storing(

@@ -510,7 +510,6 @@ def plans(draw: Callable[..., Any]) -> str:
             lambda: f"LogMinMax({few}, {block}{rounding()})",
             lambda: pick("floats.f32", "floats.bf16", "floats.bf16_auto"),
             lambda: f"Blocked({n}, {block}, {curve()}, {scale(*of_roots)}, signed=False{rounding()})",
-            lambda: f"LogMax({few}, {block}, octaves={pick(2.0, 4.0, 7.0)}{rounding()})",
             lambda: f"Codebook({utable(n)}, {n}, {block}, {scale()})",
             lambda: f"Fp8({pick('e4m3', 'e5m2')!r}, {block}, {scale()})",
             lambda: f"Rank1({n}, vectors={block})",

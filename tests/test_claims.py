@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from optgen.formats import Float, Format, LogMax, Noise
+from optgen.formats import Float, Format, LogMinMax, Noise
 from optgen.ops.dtypes import bf16
 from optgen.verify.bounds import steady_state
 from tools import check_claims as checker
@@ -185,7 +185,7 @@ def test_a_wrong_claim_about_a_weight_is_noticed(claims: Data) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.95, 0.99])
-@pytest.mark.parametrize("fmt", [Float(bf16, "stochastic"), LogMax(3, 64, 2.5, "stochastic")], ids=["bf16", "grid"])
+@pytest.mark.parametrize("fmt", [Float(bf16, "stochastic"), LogMinMax(4, 64, "stochastic")], ids=["bf16", "blocks"])
 def test_averages_of_squares_spread_as_claimed(fmt: Format, decay: float) -> None:
     """Stochastic, in narrow cells and in wide ones: the claim is of the widest, which leave up to twice the mean's."""
     draw = torch.Generator().manual_seed(3)

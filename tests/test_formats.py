@@ -18,7 +18,7 @@ from torch import Tensor
 from optgen.base.errors import UserError
 
 from optgen.formats import (  # isort: skip
-    Blocked, Codebook, Copy, Ecc8, Float, Format, Fp8, Kahan, LogMax, LogMinMax, Master, Native, Noise, Rank1,
+    Blocked, Codebook, Copy, Ecc8, Float, Format, Fp8, Kahan, LogMinMax, Master, Native, Noise, Rank1,
     Split, codebooks, floats, fp16, fp32, linear, softsign, ue7m9, ue8m8,
 )  # fmt: skip
 from optgen.formats.bound import ROUNDOFF
@@ -41,7 +41,6 @@ UNSIGNED: list[Format] = [Blocked(8, 64, linear, s, signed=False) for s in (ue7m
 UNSIGNED += [Blocked(8, 64, softsign(1), fp32, signed=False)]
 UNSIGNED += [Blocked(b, 64, linear, fp32, signed=False) for b in (6, 4)]
 UNSIGNED += [LogMinMax(8, b) for b in (16, 64)] + [LogMinMax(b, 64) for b in (7, 6, 5, 4)] + [LogMinMax(5, 16)]
-UNSIGNED += [LogMax(b, 64, octaves=o) for b, o in ((3, 2), (4, 3), (7, 4))] + [LogMax(8, 16, octaves=20)]
 FORMATS = SIGNED + UNSIGNED
 MASTERS = (Native(), Native("stochastic"), Copy(), Kahan(), Split(8, "nearest"), Split(8), Split(16), Ecc8())
 NARROW = (dtypes.bf16, dtypes.f16)
@@ -146,29 +145,9 @@ def test_the_error_of_a_step_is_within_the_derived_bound(fmt: Format, data: st.D
             kept, true = fmt.decode_root(parts).double(), true.sqrt()
         # Numbers below 2^-126 have fewer digits: one step of theirs on the way in and out.
         assert ((kept - true).abs() <= one_step_bound(used).total * scale + 2.0**-148).all()
-    elif isinstance(used, LogMinMax):
-        check_log(used, parts, true, fmt)
     else:
-        assert isinstance(used, LogMax)
-        check_grid(used, parts, true, fmt)
-
-
-def check_grid(used: LogMax, parts: dict[str, Tensor], true: Tensor, fmt: Format) -> None:
-    """Within a cell of the root, down to where the grid of the block begins; what is below reads as its beginning."""
-    kept, root = fmt.decode_root(parts).double(), true.sqrt()
-    number = parts["peak"].long()
-    assert (number >= used.codes).all()
-    first = (used.lowest + (number - used.codes) * used.step).int().view(torch.float32).double()
-    last = (used.lowest + number * used.step).int().view(torch.float32).double()
-    reached = root.clamp(max=float(torch.tensor(used.highest, dtype=torch.int32).view(torch.float32)))
-    largest = reached.amax(-1, keepdim=True)
-    assert (last * (1 + used.step / 2**23) >= largest).all()
-    inside = reached >= first
-    assert ((kept - reached).abs() <= one_step_bound(used).total * reached)[inside].all()
-    assert (kept == first)[~inside].all()
-    # The grid begins as far below the maximum as it says, and not further up.
-    reach = used.octaves - used.octaves / used.codes - 0.09
-    assert (first <= (largest * 2.0**-reach).clamp(min=2.0**-63)).all()
+        assert isinstance(used, LogMinMax)
+        check_log(used, parts, true, fmt)
 
 
 def check_log(used: LogMinMax, parts: dict[str, Tensor], true: Tensor, fmt: Format) -> None:
@@ -268,11 +247,6 @@ def exact_code(fmt: Format, x: Tensor) -> Tensor:
         n = (true.sqrt() if fmt.of == "sqrt" else true) / fmt.scale.decode(parts["scale"]).double()
         code = fmt.codes * torch.as_tensor(fmt.compander.curve(n.abs())) * n.sign()
         return code + fmt.fresh
-    if isinstance(fmt, LogMax):
-        first = fmt.lowest + (parts["peak"].long() - fmt.codes) * fmt.step
-        # What lies below the grid's beginning is raised to it; between two points the lower one has more.
-        code = ((x.sqrt().view(torch.int32).long() - first) / fmt.step).double().clamp(min=0)
-        return code - fmt.lean * (code % 1) * (1 - code % 1)
     assert isinstance(fmt, LogMinMax)
     pattern = x.sqrt().view(torch.int32).long()
     header = parts["range"].int().long() & 0xFFFF
@@ -317,7 +291,7 @@ def test_an_infinity_stays_in_its_block(fmt: Format) -> None:
         x[0, 1, 5], x[0, 1, 6] = bad, math.nan
         kept = fmt.decode(fmt.encode(x))
         assert torch.equal(kept[0, ::2], clean[0, ::2])
-        if not isinstance(fmt, (LogMax, LogMinMax)):
+        if not isinstance(fmt, LogMinMax):
             assert kept[0, 1].isnan().all()
             continue
         roots = fmt.decode_root(fmt.encode(x))
@@ -372,32 +346,6 @@ def test_no_element_of_8_bits_is_thought_to_be_raised_within_the_span_of_its_cod
     fmt, root = LogMinMax(8, 64), torch.linspace(1.001, 2, 64).view(1, 64)
     inside = fmt.enclose(Interval.point(root.square()), BlockView(root.shape))
     assert (inside.hi <= root.double().square() * (1 + fmt.bound(4).total) ** 2 * (1 + 4 * ROUNDOFF)).all()
-
-
-GRIDS = [LogMax(2, 16, 1.0), LogMax(), LogMax(4, 16, 3.0), LogMax(8, 16), LogMax(8, 16, 20)]
-
-
-def roots(fmt: LogMax, off: Tensor) -> Tensor:
-    """(blocks, 1, 16): every grid point moved by patterns, a block for each."""
-    points = torch.arange(fmt.codes, (fmt.highest - fmt.lowest) // fmt.step, dtype=torch.int64)
-    patterns = fmt.lowest + points[:, None] * fmt.step + off
-    return patterns.clamp(max=fmt.highest).to(torch.int32).view(torch.float32).reshape(-1, 1, 1).expand(-1, 1, 16)
-
-
-@pytest.mark.parametrize("fmt", GRIDS, ids=name_of)
-def test_the_largest_of_a_block_has_the_last_code(fmt: LogMax) -> None:
-    """To nearest, also where it lies a hair above the middle between two points, and roundings decide."""
-    largest = roots(fmt, (fmt.step >> 1) + torch.arange(-2, 12))
-    parts = fmt.encode(largest.square())
-    assert (fmt.code(parts) == fmt.codes).all()
-
-
-@pytest.mark.parametrize("fmt", GRIDS, ids=name_of)
-def test_a_maximum_on_the_grid_is_not_lifted_to_the_next_point(fmt: LogMax) -> None:
-    """Nor one that roundings put a hair above it: its block keeps the range that it has."""
-    parts = fmt.encode(roots(fmt, torch.arange(1)).square(), noise=noise(fmt.noise_bits, 0))
-    points = torch.arange(fmt.codes, (fmt.highest - fmt.lowest) // fmt.step)
-    assert torch.equal(parts["peak"].flatten().long(), points)
 
 
 # -- weights
@@ -555,7 +503,6 @@ def test_every_value_of_the_word_outside_its_bits_is_ignored() -> None:
         (Blocked, {"signed": False, "relative": True}),
         (Blocked, {"scale": ue7m9}),
         *((LogMinMax, more) for more in ({"bits": 3}, {"bits": 9}, {"block": 1})),
-        *((LogMax, more) for more in ({"bits": 1}, {"block": 48}, {"octaves": 0.05}, {"octaves": 4})),
         (Split, {"bits": 12}),
         (softsign, {"k": 0}),
     ],
@@ -584,7 +531,6 @@ for rounding in ("nearest", "stochastic"):
     BOUNDED += [Blocked(8, 16, softsign(1), fp32, rounding=rounding)]
     BOUNDED += [Blocked(8, 16, linear, s, signed=False, rounding=rounding) for s in (ue7m9, fp32)]
     BOUNDED += [LogMinMax(8, 16, rounding=rounding)]
-    BOUNDED += [LogMax(3, 16, octaves=2, rounding=rounding), LogMax(8, 16, octaves=20, rounding=rounding)]
     BOUNDED += [floats.bf16.rounded(rounding), floats.f16.rounded(rounding)]
 BOUNDED += [Codebook(codebooks.dynamic(True, 4), 4, 16), Codebook(codebooks.linear_nozero(), 4, 16, ue8m8)]
 BOUNDED += [Fp8(kind, 16) for kind in ("e4m3", "e5m2")] + [Rank1(b) for b in (2, 3, 4, 8)]

@@ -102,7 +102,7 @@ LAWLESS = {
 
 
 COARSE = {
-    "int4_split24", "int4_factored_split24", "int5_factored_split24", "int5_int3_split24", "lpmm4", "lpmm4_factor",
+    "int4_split24", "int4_factored_split24", "int5_factored_split24", "lpmm4", "lpmm4_factor",
     "torchao4",
 }  # fmt: skip
 """Plans that keep a moment in 4 bits or fewer, or the second one as factors."""

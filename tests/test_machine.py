@@ -27,7 +27,7 @@ RULES = (
 )  # fmt: skip
 PLANS = (
     "fp32", "bf16", "bf16_sr", "bf16_kahan", "fp32_master", "split32", "int8_split24", "int4_split24",
-    "int5_int3_split24", "int8", "int8_rn_split24", "flashoptim", "bnb8", "torchao4", "torchao_fp8", "lpmm4",
+    "int8", "int8_rn_split24", "flashoptim", "bnb8", "torchao4", "torchao_fp8", "lpmm4",
     "lpmm4_factor", "int5_factored_split24",
 )  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")

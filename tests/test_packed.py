@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import optgen
-from optgen.formats import Blocked, LogMax, LogMinMax, Plan, narrow
+from optgen.formats import Blocked, LogMinMax, Plan, narrow
 from optgen.ops import dtypes
 from optgen.runtime.cpu import native
 from optgen.runtime.reference.eager import Blocks
@@ -15,7 +15,7 @@ from specs import plans
 from tests.harness import optimized
 from tests.test_cpp_stages import compare, train
 
-PLANS = (plans.int6_split24, plans.int5_split24, plans.int4_split24, plans.int5_int3_split24)
+PLANS = (plans.int6_split24, plans.int5_split24, plans.int4_split24)
 each_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
 # Rows of whole blocks, of whole eights, of neither; shorter than a block, than eight; one element, and none.
 SHAPES = [
@@ -68,7 +68,7 @@ def test_every_shape_gives_the_same_bits(name: str, plan: Plan) -> None:
 def test_what_a_tensor_takes(plan: Plan) -> None:
     """Bytes of every field, rows of whole eights; exact, measured on the states."""
     cls = optgen.compile("adamw", plan)
-    assert isinstance(plan.signed, Blocked) and isinstance(plan.nonneg, LogMax | LogMinMax)
+    assert isinstance(plan.signed, Blocked) and isinstance(plan.nonneg, LogMinMax)
     bits = plan.signed.bits + plan.nonneg.bits
     for rows, columns in ((128, 256), (70, 101)):
         p = torch.nn.Parameter(torch.randn(rows, columns).bfloat16())

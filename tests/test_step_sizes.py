@@ -15,7 +15,7 @@ from tests import product
 from tests.harness import plan_of, spec_of
 
 RULES = ("AdamW", "Adam", "NAdam", "RMSprop", "AdaBelief", "Adagrad", "LaProp")
-PLANS = ("int8", "int6_split24", "int5_split24", "int4_split24", "int5_int3_split24")
+PLANS = ("int8", "int6_split24", "int5_split24", "int4_split24")
 STEPS, LR = 4, 1e-3
 AT = (3, 37)
 CHOOSES = ("ftrl", "madgrad")
@@ -51,12 +51,12 @@ def drawn(backend: str, count: int) -> list[tuple[str, str, float, str]]:
 )  # fmt: skip
 def test_a_gradient_without_a_square_stops_its_block(rule: str, plan: str, size: float, backend: str) -> None:
     """An element whose step is 0 in fp32 moves by less than 2 lr, as a numerator is less than 2^128 and the divisor at
-    least 2^127; 2.5 octaves less under `LogMax`.  What shares its block moves no further, and nothing else changes.
+    least 2^127.  What shares its block moves no further, and nothing else changes.
     """
     if backend == "triton":
         pytest.importorskip("triton")
     got, plain = moves(rule, plan, size, backend), moves(rule, plan, 1e-2, backend)
-    most = LR * (2 if plan != "int5_int3_split24" else 12)
+    most = 2 * LR
     for with_it, without in zip(got, plain, strict=True):
         assert with_it.isfinite().all()
         assert float(with_it[3, 5]) <= max(most, float(without[3, 5]))

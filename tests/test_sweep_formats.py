@@ -74,27 +74,19 @@ def test_the_committed_tables_say_what_is_claimed(tool: Any) -> None:
     assert nmse("int8_split24", "0.999") <= 0.1 * nmse("flashoptim", "0.999")
     assert nmse("int8_split24", "0.95") <= 1.15 * nmse("flashoptim", "0.95")
     assert nmse("int6_split24", "0.999") <= nmse("flashoptim", "0.999")
-    # 0.15 were hoped for, which other models' gradients gave; it is 0.20 on these, and 0.14 with the bytes dealt
-    # otherwise, of lpmm's 0.20.
+    # 0.15 were hoped for, which other models' gradients gave; it is 0.20 on these.
     assert nmse("int4_split24", "0.999") <= 0.21 * nmse("torchao 4-bit", "0.999")
     assert nmse("int4_split24", "0.95") <= 0.6 * nmse("torchao 4-bit", "0.95")
-    assert of["int5_int3_split24"]["bits"] <= of["torchao 4-bit"]["bits"]
-    assert nmse("int5_int3_split24", "0.999") <= 0.15 * nmse("torchao 4-bit", "0.999")
-    assert nmse("int5_int3_split24", "0.999") <= 0.21 * nmse("lpmm4", "0.999")
-    assert nmse("int5_int3_split24", "0.95") <= 0.6 * min(nmse("torchao 4-bit", "0.95"), nmse("lpmm4", "0.95"))
-    assert all(x["rms"] <= 1.1 * x["true_rms"] for x in of["int5_int3_split24"]["dead"].values())
     # A factored second moment leaves its bits to the first: both together take fewer than 8.5.
     assert nmse("int5_factored_split24", "0.999") <= 0.15 * min(nmse("torchao 4-bit", "0.999"), nmse("lpmm4", "0.999"))
     assert nmse("int5_factored_split24", "0.95") <= 0.6 * min(nmse("torchao 4-bit", "0.95"), nmse("lpmm4", "0.95"))
-    for name in ("int8_split24", "int6_split24", "int5_split24", "int4_split24", "int5_int3_split24"):
+    for name in ("int8_split24", "int6_split24", "int5_split24", "int4_split24"):
         for beta2 in BETAS2:
             said = of[name]["recurrent"][beta2]
             assert said["zeros"] == said["broken"] == 0
             for other in of[name]["scaled"][beta2].values():
                 assert abs(other["nmse"] / said["nmse"] - 1) <= 0.1, name
     for beta2 in BETAS2:
-        dealt = of["int5_int3_split24"]
-        assert all(abs(x["gain"] - 1) <= 0.01 for x in (dealt["recurrent"][beta2], *dealt["scaled"][beta2].values()))
         assert abs(ours["recurrent"][beta2]["gain"] - 1) <= 0.003
         dead = ours["dead"][beta2]
         assert dead["rms"] <= 1.1 * dead["true_rms"]

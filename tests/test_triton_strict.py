@@ -14,7 +14,6 @@ CASES = [
     *(("adamw", plan, "bfloat16", {}) for plan in ("fp32", "bf16", "bf16_sr", "bf16_kahan", "fp32_master", "split32")),
     *(("adamw", plan, "bfloat16", {}) for plan in ("int8_split24", "int8_rn_split24", "flashoptim", "bnb8")),
     *(("adamw", plan, "bfloat16", {}) for plan in ("int6_split24", "int5_split24", "int4_split24")),
-    ("adamw", "int5_int3_split24", "bfloat16", {}),
     ("adamw", "int8", "float32", {}),
     ("adamw", "int8_split24", "float16", {}),
     ("adamw", "int8_split24", "bfloat16", {"amsgrad": True}),

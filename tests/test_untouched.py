@@ -13,7 +13,7 @@ from optgen.verify.differential import Trial
 from specs import plans
 from tests import harness
 
-DAILY = ("fp32", "bf16_sr", "bf16_kahan", "int8_split24", "int5_int3_split24", "flashoptim", "lpmm4", "torchao4")
+DAILY = ("fp32", "bf16_sr", "bf16_kahan", "int8_split24", "int4_split24", "flashoptim", "lpmm4", "torchao4")
 """Plans of formats of every kind; the rest is asked by `make test-full`."""
 PLANS = [
     pytest.param(name, marks=[] if name in DAILY else pytest.mark.full)
@@ -109,7 +109,7 @@ def fresh_base(
     return p, m, v
 
 
-@pytest.mark.parametrize("plan", ["int8_split24", "int5_int3_split24"])
+@pytest.mark.parametrize("plan", ["int8_split24", "int4_split24"])
 def test_what_a_moving_state_is_kept_relative_to_is_stored_with_it(plan: str) -> None:
     """As it began, its scale reads as 0, by which the other was divided; encoded, as the smallest there is."""
     held = getattr(plans, plan)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from optgen.formats import LogMax, LogMinMax
+from optgen.formats import LogMinMax
 from optgen.formats.bound import Bound
 from optgen.formats.format import Format, Noise
 from optgen.ops.dtypes import of_pattern
@@ -95,11 +95,6 @@ def lines(fmt: Format, bound: Bound) -> list[Line]:
     def number_of(pattern: int) -> float:
         return of_pattern(pattern) ** 2 if fmt.of == "sqrt" else of_pattern(pattern)
 
-    if isinstance(fmt, LogMax):
-        # The grid lies otherwise in each octave; a cell is widest, relative to the value, above a power of two.
-        tops = [ONE + (octave << 23) + (1 << 22) for octave in range(8)]
-        reach = (fmt.codes - 1) * fmt.step
-        return [Line(fmt, top - reach, top, (number_of(top),)) for top in tops]
     if isinstance(fmt, LogMinMax):
         # The first and last unit hold the block's minimum and maximum; stochastically there is a margin to them.
         margin = 0

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optgen.formats import Blocked, LogMax, LogMinMax, Plan, companders, scales
+from optgen.formats import Blocked, LogMinMax, Plan, companders, scales
 from optgen.formats.coded import InBlocks
 from optgen.formats.format import Noise, Rounding
 from optgen.formats.pseudolog import PseudoLog
@@ -68,10 +68,6 @@ def families() -> Iterator[tuple[str, str, list[Any]]]:
     for rounding in roundings:
         made = [LogMinMax(b, 64, rounding=rounding) for b in WIDTHS if b >= 4]
         yield "min/max logarithm", rounding, made
-    for rounding in roundings:
-        spans = {b: min(2.0, ((1 << b) - 1) / 2) for b in WIDTHS}
-        made = [LogMax(b, 64, o, rounding) for b, o in spans.items()]
-        yield "fixed logarithm", rounding, made
 
 
 def patterns(x: Tensor) -> list[list[int]]:

@@ -28,7 +28,7 @@ KNOWN: Mapping[str, float] = {
     "adamg.int8_split24": 1.42, "adamp.int8_split24.1": 1.02, "adamp.int8_split24.1_few": 1.25,
     "adamuon.int8_split24.1": 1.0, "adamw.bnb8": 1.91, "adamw.flashoptim": 1.05,
     "adamw.int4_factored_split24.2_few": 1.06, "adamw.int4_split24": 1.07, "adamw.int5_factored_split24.2_few": 1.06,
-    "adamw.int5_int3_split24": 1.28, "adamw.int5_split24": 1.22, "adamw.int6_split24": 1.18,
+    "adamw.int5_split24": 1.22, "adamw.int6_split24": 1.18,
     "adamw.int8_split24.float16": 1.06, "adamw.lpmm4.1_few": 1.18, "adamw.lpmm4_factor.2_few": 1.06,
     "adamw.lpmm4_factor.7": 1.12, "adamw.torchao4": 1.32, "adamw.torchao8": 1.92, "adamw.torchao_fp8": 1.21,
     "adamod.int8_split24": 0.96, "adan.int8_split24": 1.0, "adashift.int8_split24.1": 1.12,

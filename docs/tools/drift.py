@@ -39,7 +39,7 @@ ELEMENTS: dict[str, dict[str, Any]] = {
     "lion": {"lr": 0.01}, "tiger": {"lr": 0.01}, "signum": {"lr": 0.01}, "madgrad": {"lr": 0.3},
     "prodigy": {"lr": 1.0, "d0": 1e-3}, "dadapt_adam": {"lr": 1.0, "d0": 1e-3},
 }  # fmt: skip
-FEWER = ("fp32", "int8_split24", "int6_split24", "int5_split24", "int5_int3_split24", "int4_split24")
+FEWER = ("fp32", "int8_split24", "int6_split24", "int5_split24", "int4_split24")
 
 
 class Descent:

@@ -90,7 +90,7 @@ def fuzzed(fmt: Any, seed: int = 0) -> float:
 
     TypeError for a format whose bound is a multiple of something that is not kept under a name known here.
     """
-    from optgen.formats import LogMax, LogMinMax
+    from optgen.formats import LogMinMax
     from optgen.verify.bounds import one_step_bound
 
     bound = one_step_bound(fmt)
@@ -98,8 +98,6 @@ def fuzzed(fmt: Any, seed: int = 0) -> float:
     octaves = SPAN
     if isinstance(fmt, LogMinMax):
         octaves = min(octaves, fmt.span(fmt.most)[0])
-    if isinstance(fmt, LogMax):
-        octaves = min(octaves, fmt.span())
     x = random_blocks(fmt, octaves, seed)
     if getattr(fmt, "matrix", None) is not None:
         x = x.view(BLOCKS // 8, 8, -1)

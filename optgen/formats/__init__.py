@@ -8,7 +8,6 @@ from optgen.formats.factored import Factored
 from optgen.formats.floats import Float, bf16, f16, f32
 from optgen.formats.format import Field, Format, Master, Noise
 from optgen.formats.fp8 import Fp8
-from optgen.formats.logmax import LogMax
 from optgen.formats.logminmax import LogMinMax
 from optgen.formats.masters import Copy, Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Plan, Storage
@@ -17,7 +16,7 @@ from optgen.formats.scales import Scale, fp16, fp32, ue7m9, ue8m8
 
 __all__ = [
     "Blocked", "Codebook", "Copy", "Ecc8", "Factored", "Field", "Float", "Format", "Fp8", "Kahan",
-    "LogMax", "LogMinMax", "Master", "Native", "Noise", "Plan", "Rank1", "Scale", "Split", "Storage", "bf16",
+    "LogMinMax", "Master", "Native", "Noise", "Plan", "Rank1", "Scale", "Split", "Storage", "bf16",
     "codebooks", "companders", "f16", "f32", "floats", "fp16", "fp32", "linear", "masters", "scales",
     "softsign", "ue7m9", "ue8m8",
 ]  # fmt: skip

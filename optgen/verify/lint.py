@@ -24,7 +24,6 @@ L17 a signed sum, stochastically, adds up the noise of its stores, and so do wei
 L18 a polar factor lifts small singular values to 1, and with them the noise of codes of few bits
 L19 a step by the sign of a state has the noise of its codes at full size where the state is small
 L20 weights to evaluate with have the noise of the state that they are made of
-L21 second moments of few octaves: elements far below their block's largest take too short steps
 """
 
 from __future__ import annotations
@@ -268,7 +267,7 @@ def _l9(fmt: Format, kind: str, decay: float | None) -> Iterator[FormatFinding]:
     elif not fmt.still:
         reason = (
             "to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves "
-            f"with the scale: a running {what} needs numbers that stay, as those of LogMinMax, LogMax and floats do, "
+            f"with the scale: a running {what} needs numbers that stay, as those of LogMinMax and floats do, "
             "and those of a format of one's own that says so by `still`"
         )
         yield "L9", "error", reason
