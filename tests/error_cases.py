@@ -157,7 +157,7 @@ TEXTS = {
     "E131_undeclared": plain("p * (1 - lr * weight_decay) - lr * g"),
     "E132_lambda": f"mistaken = optimizer()(lambda p, g, *, {LR}: p - lr * g)\n",
     "E132_no_source": f"exec(compile({rule()!r}, '<typed in>', 'exec'), {{**globals(), '__name__': 'typed_in'}})\n",
-    "E140_constant": plain("p - lr * log(1 + erf(g))"),
+    "E140_constant": plain("p - lr * log(1 + tanh(g))"),
     "E140_correction": rule(
         "m = beta * m + (1 - beta) * g\nlr = lr / sqrt(1 - beta**t)",
         f"p, g, t, m=state(), *, {LR}, beta=hyper(0.9, ge=0, le=1)",

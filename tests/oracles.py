@@ -19,7 +19,6 @@ from typing import Any
 
 import came_pytorch
 import dadaptation
-import numpy as np
 import prodigyopt
 import pytest
 import pytorch_optimizer
@@ -31,7 +30,6 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from optgen.lang.declare import INPUT
 from optgen.lang.spec import Spec
-from optgen.runtime.records import keys
 
 Step = Callable[..., Tensor]  # (p, g, t, lr, **inputs) -> new p
 Oracle = Callable[[dict[str, bool], dict[str, Any]], Step]
@@ -467,27 +465,6 @@ def fsgdm(o, s, p, g, t, lr):
 # -- rules that reduce
 
 
-def mixed(x: Any) -> Any:
-    """The hash of random numbers."""
-    x = np.asarray(x, dtype=np.uint64)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ x >> np.uint64(shift)) * np.uint64(factor) & np.uint64(0xFFFFFFFF)
-    return x ^ x >> np.uint64(16)
-
-
-def drawn_normal(p: Tensor, t: int) -> Tensor:
-    """`normal(0)` at a step: the inverse distribution of uniform numbers, from a hash in NumPy."""
-    key = mixed((keys.stream_key(0) + int(mixed((keys.step_key(0, t) ^ 0x9E3779B1) % 2**32))) % 2**32)
-    word = mixed((mixed(np.arange(p.numel())) + key) % np.uint64(2**32)) >> np.uint64(8)
-    return torch.special.ndtri(torch.from_numpy((2.0 * word.astype(np.float64) + 1) * 2.0**-25)).view(p.shape)
-
-
-@paper
-def sgld(o, s, p, g, t, lr):
-    """Welling & Teh's equation 4."""
-    return p - lr / 2 * (g + o.weight_decay * p) + (lr * o.temperature) ** 0.5 * drawn_normal(p, t)
-
-
 def adafactor(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
     return torch_optim("Adafactor")({}, hypers)
 
@@ -622,7 +599,7 @@ def adamp(o, s, p, g, t, lr):
 ELEMENTWISE = table(
     acprop, adabound, adam_atan2, adamc, adamod, adams, adamw, adapnm, ademamix, adopt, agd, bcos,
     diffgrad, eadam, fsgdm, innaprop, laprop, lion_k, nosadam, padam, qhadam, sadam, sgd, sgdf,
-    sgdw, sgld, signum, simplified_ademamix, srmm, srsgd, yogi,
+    sgdw, signum, simplified_ademamix, srmm, srsgd, yogi,
     accsgd=peer("AccSGD"),
     adabelief=named(peer("AdaBelief"), amsgrad="ams_bound"),
     adadelta=torch_optim("Adadelta"),
@@ -895,19 +872,6 @@ def lookahead_adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
         return p
 
     return step
-
-
-def gravity(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
-    """pytorch_optimizer's, with the first velocity that is drawn here."""
-
-    class Gravity(pytorch_optimizer.Gravity):
-        def init_group(self, group: Any, **kwargs: Any) -> None:
-            super().init_group(group)
-            if group["step"] == 0:
-                (p,) = group["params"]
-                self.state[p]["v"] = group["alpha"] / group["lr"] * drawn_normal(p, 1)
-
-    return package(Gravity)(flags, hypers)
 
 
 @beside_adamw("adamw_eps")
@@ -1259,7 +1223,7 @@ FED: dict[str, Oracle] = {
 """Rules with inputs, which their steps take by name."""
 
 WHOLE = table(
-    adago, adai, adamuon, apollo_qn, clipped_adamw, dion2, dog, dowg, gravity, lookahead_adamw, muon, normuon,
+    adago, adai, adamuon, apollo_qn, clipped_adamw, dion2, dog, dowg, lookahead_adamw, muon, normuon,
     polargrad, scion, sngm, swats, vradam,
     adalite=peer("Adalite"),
     adam_swd=named(peer("AdamS"), amsgrad="ams_bound"),

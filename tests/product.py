@@ -11,7 +11,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -26,7 +26,6 @@ from optgen.driver import emit, judge, targets
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import postorder
-from optgen.lang.draws import KEYS
 from optgen.lang.spec import MatrixKind, Spec
 from optgen.lower import matrix_of, needs_matrix
 from optgen.ops import dtypes, spaces
@@ -299,20 +298,10 @@ class Run:
         """Hyper-parameters and flags."""
         return self.hypers | flags_of(self.built.cell)
 
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Have oracles and enclosures draw the random numbers of this run's seed and stream."""
-        before = KEYS.set((self.seed, self.stream))
-        try:
-            yield
-        finally:
-            KEYS.reset(before)
-
     def oracle(self, g: Tensor) -> dict[str, Tensor]:
         """The next step in fp64 from the decoded state: "p" and the states."""
         spec, before = self.built.spec, self.decoded()
-        with self.drawing():
-            return differential.oracle(spec, before, g.float(), self.steps, self.host_states, self.options)
+        return differential.oracle(spec, before, g.float(), self.steps, self.host_states, self.options)
 
     def enclosed(self, model: Rounding = STRICT) -> Values:
         """Return the kept values as points, the start of a chain of enclosures."""
@@ -320,8 +309,7 @@ class Run:
 
     def enclose(self, before: Values, g: Tensor, kept: Mapping[str, Tensor] | None = None) -> Values:
         """Enclose the values after the next step."""
-        with self.drawing():
-            return differential.enclose(self.built.spec, self.built.storage, before, g.float(), self.options, kept)
+        return differential.enclose(self.built.spec, self.built.storage, before, g.float(), self.options, kept)
 
     def checked(self, g: Tensor) -> Report:
         """One step in place, against the derived enclosure and the fp64 oracle from what was kept before it."""
@@ -341,8 +329,7 @@ class Run:
             else:
                 self.step(g)
             inside = self.enclose(replace(inside, host=host, step=step), g)
-            with self.drawing():
-                exact = differential.oracle(self.built.spec, exact, g.float(), step, host, self.options)
+            exact = differential.oracle(self.built.spec, exact, g.float(), step, host, self.options)
             reports.append(differential.compare(self.decoded(), inside, exact))
         return reports
 

@@ -35,10 +35,7 @@ from optgen.base.errors import UserError
 from optgen.driver import targets
 from optgen.driver.compile import compile as compiled
 from optgen.lang.declare import INPUT
-from optgen.lang.draws import KEYS
-from optgen.lang.spec import draw_of
 from optgen.runtime.cpu import native
-from optgen.runtime.records.keys import DRAW, stream_key
 from optgen.verify.differential import Trial, Values, compare, enclose, reading
 from optgen.verify.intervals import FAST, STRICT, Interval
 from tests import harness
@@ -213,7 +210,7 @@ class Writer:
                 lambda: f"({own()} - {low()})", lambda: f"-{self.leaf(space)}", lambda: f"sign({own()})",
                 lambda: f"cbrt({own()})", lambda: f"clip({own()}, -1.0, {self.pick('1.0', '0.5', '100.0')})",
                 lambda: f"{self.pick('floor', 'rint')}(clip({own()}, -1e3, 1e3))", lambda: f"{self.leaf(space)} ** 3",
-                lambda: f"{self.pick('tanh', 'erf')}({own()})", lambda: f"log({self.above(space, depth - 1)})",
+                lambda: f"tanh({own()})", lambda: f"log({self.above(space, depth - 1)})",
                 lambda: f"atan2({own()}, {low()})",
             ]  # fmt: skip
         if space == "host":
@@ -366,9 +363,6 @@ def _body(w: Writer, level: str, flags: dict[str, str], when: Mapping[str, str],
         spaces["x0"] = "elem", "nonneg" in w.inputs["x0"]
         show("x0")
     hide(*when)
-    if not w.count(4):
-        w.names["elem"].append("normal(0)")
-        w.nonneg["elem"].append("uniform(1)")
     w.lines.append(f"    u = {w.full('elem', w.count(2), False)}")
     w.names["elem"].append("u")
     blocks: list[str] = [s for s in w.states if s not in when] + sorted(set(when.values())) + ["u"] * w.count(2)
@@ -572,7 +566,7 @@ _SCOPES = {"row": (-1,), "col": (-2,), "mat": (-2, -1)}
 NAMES: dict[str, Any] = {
     "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt, "square": np.square, "power": np.power,
     "exp": np.exp, "log": np.log, "sign": np.sign, "floor": np.floor, "rint": np.rint, "equal": np.equal,
-    "tanh": np.tanh, "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "erf": np.vectorize(math.erf, otypes=[np.float64]),
+    "tanh": np.tanh, "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "atan2": np.arctan2, "where": np.where, "maximum": np.maximum, "minimum": np.minimum,
     "clip": lambda x, low, high: np.minimum(np.maximum(x, low), high),
     **{f"{scope}_{kind}": _over(f, axes) for scope, axes in _SCOPES.items()
@@ -585,7 +579,7 @@ NAMES: dict[str, Any] = {
     "gram": lambda x: x @ np.swapaxes(x, -1, -2), "wide": lambda x: x if x.shape[-2] < x.shape[-1] else x.mT,
     "unwide": lambda like, x: np.full_like(like, np.nan),
     "trace": lambda x: np.trace(x, axis1=-2, axis2=-1)[..., None, None], "columns": lambda x: float(x.shape[-1]),
-    **dict.fromkeys("newton_schulz top_rows finite inverse_root qr solve_triangular".split(), _nothing),
+    **dict.fromkeys("newton_schulz top_rows finite inverse_root normal qr solve_triangular uniform".split(), _nothing),
     "optimizer": lambda **_: lambda f: f, "symmetric": None, "orthogonal": None, "triangular": None, "nonneg": None,
     **dict.fromkeys((*STATES.values(), "matrix_state", "low_rank_state", "scalar"),
                     lambda *_, **kw: SimpleNamespace(kind="state", when=kw.get("when"))),
@@ -613,14 +607,6 @@ def oracle(case: Case, before: Mapping[str, Any], g: Any, t: int, host: Mapping[
     flat = (shape[0], math.prod(shape[1:])) if _first(rule, shape) and len(shape) > 2 else shape
     values: dict[str, Any] = {k: np.asarray(v, np.float64) for k, v in before.items()}
 
-    def uniform(number: Any, *rest: Any) -> Any:
-        return _nothing(number) if rest else draw_of(torch.zeros(flat).double(), t, f"{DRAW}{number}").numpy()
-
-    def normal(number: Any, *rest: Any) -> Any:
-        u = torch.from_numpy(np.asarray(uniform(number, *rest)))
-        return (math.sqrt(2) * torch.erfinv(2 * u - (1 - 2.0**-24))).numpy()
-
-    made |= {"uniform": uniform, "normal": normal}
     values = {k: v.reshape(flat) if v.shape == shape else v for k, v in values.items()} | {"t": np.float64(t)}
     values |= {k: np.float64(v) for k, v in host.items()} | {"g": np.asarray(g, np.float64).reshape(flat)}
     for name, decl in ((k, p.default) for k, p in arguments.items() if k not in "pgt"):
@@ -677,7 +663,6 @@ def together(steps: Sequence[Any], way: str, count: float = math.inf) -> tuple[l
         for step, own in zip(steps, parts, strict=True):
             one = partial(summed, own)
             with patch.dict(NAMES, model_total=one), patch.object(Interval.reader, "model_sum", one):
-                KEYS.set(step.key)
                 made.append(getattr(step, way)())
         if len(known) == max(map(len, parts), default=0):
             return made, len(known)
@@ -729,13 +714,9 @@ def feed(opt: Any, case: Case, draw: torch.Generator) -> None:
 
 @contextmanager
 def _settings(case: Case) -> Iterator[None]:
-    """Choose the instruction set of C++ kernels, and what noise is dealt by where a rule is evaluated."""
-    keys, isa = KEYS.set((case.seed, stream_key(0))), ISAS[case.isa % len(ISAS)]
-    try:
-        with patch.dict(os.environ, OPTGEN_ISA=isa), harness.unoptimized():
-            yield
-    finally:
-        KEYS.reset(keys)
+    """Choose the instruction set of C++ kernels."""
+    with patch.dict(os.environ, OPTGEN_ISA=ISAS[case.isa % len(ISAS)]), harness.unoptimized():
+        yield
 
 
 def trained(cls: Any, case: Case, plan: Any, backend: str) -> list[dict[str, Any]]:
@@ -811,7 +792,7 @@ class Watched:
 
     def __init__(self, case: Case, spec: Any, plan: Any, k: int, trial: Trial, g: torch.Tensor) -> None:
         self.case, self.spec, self.trial, self.g, self.step = case, spec, trial, g, trial.step
-        self.key, self.kept, self.host = (case.seed, stream_key(k)), trial.decoded(), trial.host
+        self.kept, self.host = trial.decoded(), trial.host
         self.storage = trial.storage(plan, targets.recurrences_of(spec, tuple(sorted(trial.flags.items()))))
         # A code times a number, its curve in three operations, the scale; the square doubles these, and is another.
         curved = dict.fromkeys(self.storage.states, 11)

@@ -55,7 +55,6 @@ from optgen.lang import (
     hyper,
     inverse_root,
     matrix_state,
-    normal,
     optimizer,
     orthogonal,
     qr,
@@ -241,13 +240,6 @@ UNEVEN = [(97, 130), (64, 256), (3, 1500), (7,), (4160,), (8192,), (5, 3, 16, 16
 
 
 # -- bit for bit the run on one rank ------------------------------------------------------------------------
-@optimizer(cite="none: random numbers of elements beside a state in blocks")
-def drifting(p, g, momentum=state(), *, lr=hyper(1e-3, ge=0)):
-    momentum = 0.9 * momentum + normal(1) * g
-    p = p - lr * momentum
-    return p, momentum
-
-
 TWO = [
     (Replicate(), Shard(0)),
     (Shard(0), Replicate()),
@@ -279,7 +271,6 @@ def element_wise_rules(here: Here) -> None:
         (optim.AdamW, "bf16_sr", unlike),
         (optim.AdamW, "fp32_master", [(40, 26 * n + 1), (3, 4, 5, 7)]),
         (optim.Lion, "int8_split24", []),
-        (optgen.compile(drifting, plan="int8_split24"), "int8_split24", []),
     ):
         pieces = rows(here, mesh, UNEVEN, torch.bfloat16)
         pieces += [Piece(here.values(*shape, dtype=torch.bfloat16), mesh, [Shard(1)]) for shape in columns]

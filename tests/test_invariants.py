@@ -58,9 +58,7 @@ READ_AS_OTHERS = {"flashoptim": "half an ulp below a power of two is written in 
 
 DRIFTS = {
     "ftrl": "a weight without gradients is 0",
-    "gravity": "begins with a drawn velocity",
     "nero": "centres rows and divides them by their norms",
-    "sgld": "adds noise",
 }
 """Rules that move weights without gradients."""
 
@@ -85,7 +83,6 @@ LAWLESS = {
     "diffgrad": "the sigmoid of a change of the gradient",
     "dual_adam": "a share of the step is multiplied by the root that another is divided by",
     "exadam": "eps is beside squares and a root",
-    "gravity": "gradients beside the square of the largest",
     "kl_shampoo": "eigenvalues begin at init_factor",
     "lion_k": "e is a bound of the momentum",
     "madgrad": "the divisor is a cube root",
@@ -94,7 +91,6 @@ LAWLESS = {
     "psgd_kron": "factors begin with 1",
     "racs": "means of columns begin with 1",
     "sadam": "sharpness is of the root of the second moment",
-    "sgld": "the noise has a size of its own",
     "vsgd": "the prior's strength is beside squares of gradients",
     "yogi": "the second moment begins with a constant",
 }

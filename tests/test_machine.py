@@ -21,7 +21,7 @@ RULES = (
     "muon", "soap", "shampoo", "psgd_kron", "dion", "galore",  # matrices, bases, low rank
     "normuon", "adamuon", "polargrad", "soap_muon", "adago", "by_matrix",  # rates beside lr, numbers of a matrix
     "prodigy", "dadapt_adam",  # sums over the model
-    "sophia", "adahessian", "sgld",  # inputs, noise
+    "sophia", "adahessian",  # inputs
     "schedule_free_adamw", "ema(adamw)", "averaged(sgd)", "lookahead(adamw)", "clipped(adamw)", "warmed_up(adamw)",
     "sam(adamw)", "gsam(adamw)", "several",
 )  # fmt: skip

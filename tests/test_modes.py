@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = {
     "adamw": "one sweep", "nadam": "a number of the host's", "lion": "no second moment", "lamb": "norms of tensors",
     "came": "rows and columns", "muon": "products of matrices, and vectors beside them", "soap": "bases",
-    "prodigy": "sums over the model", "adahessian": "an input", "sgld": "random numbers",
+    "prodigy": "sums over the model", "adahessian": "an input",
     "adadelta": "averages of its own steps", "schedule_free_adamw": "other weights for evaluation",
 }  # fmt: skip
 """A rule of each kind."""

@@ -62,7 +62,7 @@ HOST: dict[str, Spelling] = {
     "const": _const,
     "pow": function("power"),
     "div": _div,
-    **{x: function(x) for x in "abs atan2 erf exp floor log rint sigmoid sign tanh where".split()},
+    **{x: function(x) for x in "abs atan2 exp floor log rint sigmoid sign tanh where".split()},
     "sqrt": function("root"),
     "max": function("maximum"),
     "min": function("minimum"),
@@ -126,7 +126,7 @@ def _shared(program: Program, statements: list[Let]) -> list[Let]:
 
 
 HELPERS = (
-    "atan2", "both", "cube_root", "divide", "either", "erf", "exp", "floor", "log", "maximum", "minimum", "negated",
+    "atan2", "both", "cube_root", "divide", "either", "exp", "floor", "log", "maximum", "minimum", "negated",
     "power", "rint", "root", "sigmoid", "sign", "tanh", "where",
 )  # fmt: skip
 

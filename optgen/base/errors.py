@@ -160,7 +160,7 @@ TABLE: dict[str, Row] = {
         "{function} does not take host scalars",
         "host scalars depend on hyper-parameters and t only; they are computed once per step in fp64",
         "operators and comparisons do, and abs, sqrt, rsqrt, cbrt, square, power, exp, log, tanh, "
-        "sigmoid, erf, atan2, sign, floor, rint, maximum, minimum, clip, equal and where",
+        "sigmoid, atan2, sign, floor, rint, maximum, minimum, clip, equal and where",
     ),
     "E206": Row(
         "{function} takes {want}, got {got}",

@@ -193,7 +193,6 @@ def _rule(spec: Spec, flags: Mapping[str, bool]) -> RuleRecord:
         spaces=tuple(sorted(_spaces(program))),
         by_rows=needs_matrix(spec, flags),
         matrix=spec.matrix,
-        draws=spec.trace(flags).draws,
         settings=(flags,),
     )
 

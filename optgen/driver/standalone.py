@@ -158,7 +158,7 @@ def _sweep(variant: Variant, device: ModuleType) -> Any:
     from optgen.runtime.gpu import join
 
     eager, rule = variant.eager, variant.single
-    further = variant.init, eager.still, eager.early, eager.draws, any(f.shared for f in variant.fields)
+    further = variant.init, eager.still, eager.early, any(f.shared for f in variant.fields)
     if rule is None or any(further):
         return None
     (stage,) = rule.stages
@@ -215,7 +215,7 @@ def _range(hyper: Any) -> tuple[str, str]:
 def _gathered(modules: Mapping[str, str], variants: Iterable[Variant], records: str) -> File:
     """Return the definitions of a file; `records`: the text of its records, whose words name functions."""
     words = set(re.findall(r"\w+", records))
-    device = {"FULL", "read", "encoded", "word", *(["uniform"] if any(v.eager.draws for v in variants) else [])}
+    device = {"FULL", "read", "encoded", "word"}
     return File(
         modules,
         {

@@ -19,7 +19,7 @@ from optgen.ops.dtypes import DType
 from optgen.ops.spaces import Space
 
 Section = Literal["decode", "update", "encode"]
-Role = Literal["param", "grad", "state", "weight", "temp", "partial", "value", "draw"]
+Role = Literal["param", "grad", "state", "weight", "temp", "partial", "value"]
 
 GRAD_SCALE = "grad_scale"  # host scalar: -1 under maximize, 1 / loss scale under a GradScaler
 
@@ -33,8 +33,7 @@ class Buffer:
     space  elem (shape of the parameter), block:B (shape (rows, ceil(columns / B))), or a small one: row (shape
            (..., rows, 1)), col (..., 1, columns), mat (..., 1, 1), tensor and model ()
     role   temp: an fp32 value that one stage leaves for the next ones of the same step; partial: the same, and what
-           is stored there is reduced on the way; value: of a codec alone, the number that it stores; draw: random
-           numbers, which lie nowhere
+           is stored there is reduced on the way; value: of a codec alone, the number that it stores
     reduction   of a partial: how, for instance row_sum
     """
 
@@ -49,7 +48,7 @@ class Buffer:
 
     @property
     def bytes_per_param(self) -> float:
-        if self.space.name in spaces.SMALL or self.role in ("partial", "draw"):
+        if self.space.name in spaces.SMALL or self.role == "partial":
             return 0.0  # rows and columns are few beside elements
         return self.dtype.bytes / (self.space.size or 1)
 

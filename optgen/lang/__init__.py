@@ -6,8 +6,8 @@ from optgen.lang.declare import (
     model_state, nonneg, orthogonal, row, scalar, shape_flag, state, symmetric, tensor_state, triangular,
 )
 from optgen.lang.matrices import (
-    bjorck, column_norms, eigenvectors, finite, gram, identity, inverse_root, matmul, newton_schulz, norm_lower_bound,
-    normal, orthogonal_iteration, qr, singular_vectors, solve_triangular, sorting, top_rows, trace, transpose, triangle,
+    bjorck, column_norms, eigenvectors, finite, gram, identity, inverse_root, newton_schulz, norm_lower_bound,
+    normal, orthogonal_iteration, qr, singular_vectors, solve_triangular, sorting, top_rows, trace, triangle,
     uniform, unwide, wide, zero_product,
 )
 from optgen.lang.optimizer import optimizer
@@ -17,7 +17,7 @@ from optgen.lang.reductions import (
 )
 from optgen.lang.spec import Spec, Trace
 from optgen.lang.values import (
-    Value, atan2, capped, cbrt, clip, equal, erf, exp, floor, log, maximum, minimum, power, rint, rsqrt, sigmoid, sign,
+    Value, atan2, capped, cbrt, clip, equal, exp, floor, log, maximum, minimum, power, rint, rsqrt, sigmoid, sign,
     sqrt, square, tanh, where,
 )
 from optgen.lang.wrappers import (
@@ -29,13 +29,13 @@ __all__ = [
     "FlagDecl", "HostStateDecl", "HyperDecl", "Spec", "StateDecl", "Trace", "Value", "adagc", "agc", "amax", "asam",
     "atan2", "averaged", "bjorck", "capped", "cautious", "cautious_decay", "cbrt", "centralized", "clip", "clipped",
     "clipped_value", "col", "col_max", "col_mean", "col_sum", "column_norms", "columns", "dot", "eigenvectors",
-    "elements", "ema", "ema_nesterov", "equal", "erf", "exp", "finite", "flag", "floor", "gpa", "gram", "grams", "gsam",
+    "elements", "ema", "ema_nesterov", "equal", "exp", "finite", "flag", "floor", "gpa", "gram", "grams", "gsam",
     "hyper", "hyperball", "identity", "input", "inverse_root", "log", "lookahead", "low_rank", "low_rank_state", "mars",
-    "mat", "mat_max", "mat_mean", "mat_norm", "matmul", "matrix_state", "maximum", "mean", "minimum", "model_dot",
+    "mat", "mat_max", "mat_mean", "mat_norm", "matrix_state", "maximum", "mean", "minimum", "model_dot",
     "model_norm", "model_state", "model_total", "newton_schulz", "nonneg", "norm", "norm_lower_bound", "normal",
     "optimizer", "orthogonal", "orthogonal_iteration", "orthograd", "power", "qr", "rint", "rms", "row", "row_max",
     "row_mean", "row_sum", "rows", "rsqrt", "sam", "scalar", "schedule_free", "shape_flag", "sigmoid", "sign",
     "singular_vectors", "snoo", "solve_triangular", "sorting", "spam_reset", "sqrt", "square", "state", "symmetric",
-    "tanh", "tensor_state", "top_rows", "total", "trace", "transpose", "triangle", "triangular", "uniform", "unwide",
+    "tanh", "tensor_state", "top_rows", "total", "trace", "triangle", "triangular", "uniform", "unwide",
     "warmed_up", "where", "wide", "wrapper", "zclip", "zero_product",
 ]  # fmt: skip

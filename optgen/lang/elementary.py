@@ -1,4 +1,4 @@
-"""Definitions of exp, log, tanh, sigmoid, erf, erfinv, atan2 and c ** x of elements in core primitives.
+"""Definitions of exp, log, tanh, sigmoid, atan2 and c ** x of elements in core primitives.
 
 Polynomials are minimax fits, their coefficients rounded to fp32 one after the other, the lowest first; each is within
 .5 * 2^-24 of the result.  `docs/tools/certify_functions.py` evaluates them at every fp32 number; docs/language.md has
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from optgen.lang.values import Num, Value, bits, cast, equal, from_bits, maximum, minimum, rint, sqrt, where
+from optgen.lang.values import Num, Value, bits, cast, equal, from_bits, maximum, minimum, rint, where
 from optgen.lang.values import log as host_log
 from optgen.ops.dtypes import f32, i32
 
@@ -22,30 +22,11 @@ _HALF_PI, _HALF_PI_LOW = 1.5707964, -4.371139e-08
 _SQRT_HALF = 0x3F3504F3  # the pattern of sqrt(1/2)
 _LOG = (0.230142057, 0.285703063, 0.399997503, 0.666666687)  # of z = s^2 in (2 atanh(s) / s - 2) / z
 _TANH = (-0.00590648223, 0.0208425652, -0.0538119003, 0.133324832, -0.333333313)  # of x^2 in (tanh(x) / x - 1) / x^2
-_ERF = (-0.000586080889, 0.00496616587, -0.0267473515, 0.112812847, -0.376124501, 0.128379151)
-"""The polynomial of x^2 that is erf(x) / x - 1, highest coefficient first, as in the following two."""
-_ERFC = (
-    2.06840814e-05, -0.000427902909, 0.00413686549, -0.0250366833, 0.108179651, 0.633402765, 1.12950802,
-    -0.000177882102,
-)  # fmt: skip
-"""The polynomial of x that is -log(1 - erf(x)), .92 <= x <= 4."""
 _ATAN = (
     -0.00196041632, 0.0116852121, -0.0326647833, 0.0595144704, -0.0849952772, 0.109875731, -0.142716765, 0.199993283,
     -0.333333284,
 )  # fmt: skip
 """The polynomial of t^2 that is (atan(t) / t - 1) / t^2, t <= 1."""
-
-
-# Polynomials of erfinv(x) / x, highest coefficient first (Giles 2011, "Approximating the erfinv function", single
-# precision): of w - 2.5 below w = 5, of sqrt(w) - 3 from there on, w = -log(1 - x^2).
-_ERFINV = (
-    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503, -0.00417768164,
-    0.246640727, 1.50140941,
-)  # fmt: skip
-_ERFINV_FAR = (
-    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613, 0.00943887047,
-    1.00167406, 2.83297682,
-)  # fmt: skip
 
 
 def horner(x: Num, coefficients: tuple[float, ...]) -> Num:
@@ -136,21 +117,6 @@ def sigmoid(x: Num) -> Num:
     return where(x < 0.0, e, 1.0) / (1.0 + e)
 
 
-def erf(x: Num) -> Num:
-    """Return the error function: an odd polynomial below .92, else 1 - e^-q(x)."""
-    a = abs(x)
-    z = a * a
-    large = 1.0 - _near(-horner(minimum(a, 4.0), _ERFC))
-    return _with_sign(where(a >= 0.92, large, a + a * horner(z, _ERF)), x)
-
-
-def erfinv(x: Num) -> Num:
-    """Return the inverse of the error function where 1 - x * x is a normal number."""
-    w = -log_of_normal((1.0 - x) * (1.0 + x))
-    near, far = horner(w - 2.5, _ERFINV), horner(sqrt(maximum(w, 5.0)) - 3.0, _ERFINV_FAR)
-    return where(w < 5.0, near, far) * x
-
-
 def atan2(y: Num, x: Num) -> Num:
     """Return the angle of the point (x, y), -pi to pi: of the smaller side over the larger one, then of its octant."""
     a, b = abs(x), abs(y)
@@ -167,7 +133,6 @@ def atan2(y: Num, x: Num) -> Num:
 
 
 DEFINITIONS: dict[str, Callable[..., Num]] = {
-    "exp": exp, "log": log, "pow": raised, "tanh": tanh, "sigmoid": sigmoid, "erf": erf, "erfinv": erfinv,
-    "atan2": atan2,
-}  # fmt: skip
+    "exp": exp, "log": log, "pow": raised, "tanh": tanh, "sigmoid": sigmoid, "atan2": atan2,
+}
 """Primitive -> its definition where an operand is no host scalar."""

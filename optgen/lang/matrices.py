@@ -12,7 +12,6 @@ from typing import Any
 
 from optgen.base.errors import UserError
 from optgen.ir import node as ir
-from optgen.lang import draws
 from optgen.lang.values import Absent, Num, Value, author_loc, lift, reader_of, where
 from optgen.ops import spaces
 from optgen.runtime.records import keys, series
@@ -62,11 +61,6 @@ def top_rows(x: Num, fraction: Num) -> Any:
         what = f"top_rows() takes a fraction above 0 and up to 1, got {fraction!r}"
         raise UserError("E113", loc=author_loc(), what=what, hint="hyper(0.25, gt=0, le=1) is one")
     return _call("top_rows", (x,), (fraction,))
-
-
-def matmul(a: Num, b: Num) -> Any:
-    """a @ b: the product of two matrices."""
-    return a @ b
 
 
 def transpose(x: Num) -> Any:
@@ -183,27 +177,25 @@ def finite(x: Num, other: Num = 0.0) -> Any:
     return _call("finite", (x, other) if both else (x,), () if both else (other,))
 
 
-def normal(like: Num, key: Num | None = None) -> Any:
+def normal(like: Num, key: Num) -> Any:
     """Standard normal random numbers in the shape of `like`, the same for the same parameter, place and key.
 
     key   a whole number, such as that of the step; the numbers depend on it and on the parameter's name (its position
           where it has none) alone: not on the device, the ranks, or other parameters
-
-    normal(number) are those of elements, drawn in kernels and new at each step (draws.py).
     """
-    return draws.normal_of_elements(like) if key is None else _drawn("normal", like, key)
+    return _drawn("normal", like, key)
 
 
-def uniform(like: Num, key: Num | None = None) -> Any:
+def uniform(like: Num, key: Num) -> Any:
     """Random numbers as those of `normal`, evenly spread over 0 <= x < 1: multiples of 2^-24."""
-    return draws.uniform_of_elements(like) if key is None else _drawn("uniform", like, key)
+    return _drawn("uniform", like, key)
 
 
 def _drawn(name: str, like: Num, key: Num) -> Any:
     """A function of random numbers; on tensors those of a parameter without a name, the first of its optimizer."""
     stream: Any = keys.stream_key(0)
     if isinstance(key, str):
-        hint = f"{name}(0) is of elements, {name}(like, key) of whole matrices; rows have none of their own"
+        hint = f"{name}(like, key) is of whole matrices; rows and elements have none of their own"
         want = "a whole number as its key"
         raise UserError("E103", loc=author_loc(), function=f"{name}()", want=want, got=repr(key), hint=hint)
     if isinstance(like, Value):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import keyword
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -30,7 +29,6 @@ from optgen.lang.spec import Evaluation, MatrixKind, Readings, Spec
 from optgen.lang.tracing import check_weights
 from optgen.lang.values import author_loc
 from optgen.ops import spaces
-from optgen.runtime.records.keys import DRAW
 
 LEAVES = ("p", "g", "t")
 _NUMBER = "hyper-parameter"
@@ -249,7 +247,7 @@ def _check_names(spec: Spec) -> None:
 def _unusable(name: str, is_tensor: bool) -> str:
     """Return why a name cannot be used; "" where it can.  Tensors get an underscore in generated code where one of its
     own variables has the name."""
-    if name in RESERVED or (name in VARIABLES | CALLED and not is_tensor) or re.fullmatch(rf"{DRAW}\d+", name):
+    if name in RESERVED or (name in VARIABLES | CALLED and not is_tensor):
         return "generated code needs this name"
     if is_tensor and name.startswith(("in_", "out_")):
         return "generated code puts in_ and out_ before the names of states"

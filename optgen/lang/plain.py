@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -10,11 +9,8 @@ from itertools import count
 from optgen.ir.node import Node, postorder
 from optgen.lang.spec import Spec, Trace
 from optgen.ops.prims import PRIMS
-from optgen.runtime.records.keys import DRAW
 
 PREFIX, POWER, ATOM = 7, 8, 9
-
-NORMAL = re.compile(r"1\.4142135623731 \* erfinv\(2 \* uniform\((\d+)\) - 0\.999999940395355\)")  # of lang.draws
 
 LONG = 30
 """Characters from which on a value that is used several times gets a line of its own."""
@@ -86,14 +82,9 @@ def _expression(root: Node, known: Mapping[int, str]) -> str:
 
 
 def _leaf_names(trace: Trace, nodes: Sequence[Node]) -> dict[int, str]:
-    """Return the text of states, scalars and random numbers, by uid."""
+    """Return the text of states and scalars, by uid."""
     before = {name: f"{name}[t-1]" for name in {*trace.new} - trace.inputs} | {"step": "t"}
-    before |= {name: f"uniform({name.removeprefix(DRAW)})" for name in trace.draws}
-    known = {n.uid: before.get(str(n.attr), str(n.attr)) for n in nodes if n.op in ("load", "sym")}
-    for node in nodes:
-        if node.op == "mul" and node.args[1].op == "erfinv" and (drawn := NORMAL.fullmatch(_expression(node, known))):
-            known[node.uid] = f"normal({drawn[1]})"
-    return known
+    return {n.uid: before.get(str(n.attr), str(n.attr)) for n in nodes if n.op in ("load", "sym")}
 
 
 def _lines(trace: Trace) -> Iterator[str]:

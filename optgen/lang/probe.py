@@ -6,7 +6,7 @@ infinity where it meets other values: an eps of 1e-50 guards no division there, 
 The parameter is a matrix of p in {0, 0.5} (rows) and g in {0, 0.001, -2} (columns), with hyper-parameters
 at their defaults and states at their init; rules that reduce are also run on uniform tensors, such as a
 bias that starts at zero.  Before that, a division by a bias correction is refused where some legal setting makes it 0,
-and after it a division by 0 or a logarithm of 0 where p and g are far out: exp is 0, tanh, sigmoid and erf constants.
+and after it a division by 0 or a logarithm of 0 where p and g are far out: exp is 0, tanh and sigmoid constants.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ P = (0.0, 0.5)
 G = (0.0, 1e-3, -2.0)
 STEPS = 3
 LATE = 10**6  # a step of a long training: what grows with t has overflowed by then
-FAR = (-1e4, 1e4)  # p and g at which exp is 0, or tanh, sigmoid and erf are -1, 0 or 1
+FAR = (-1e4, 1e4)  # p and g at which exp is 0, or tanh and sigmoid are -1, 0 or 1
 Grid = tuple[tuple[float, float], ...]  # (p, g) of each element, row by row
 
 
@@ -183,7 +183,7 @@ def probe(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
 
 
 def _saturates(nodes: Iterable[Node]) -> bool:
-    return any(n.op in ("exp", "tanh", "sigmoid", "erf") for n in postorder(nodes))
+    return any(n.op in ("exp", "tanh", "sigmoid") for n in postorder(nodes))
 
 
 def late(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> tuple[str, float, Loc] | None:
@@ -218,7 +218,6 @@ def _walked(
         run = ProbedTensor(grid, min(len(gs), len(grid)))
         scalars = _scalars(spec, flags) | {s.name: s.init for s in spec.present_host(flags)}
         kept = {"p": [p for p, _ in grid], "g": [g for _, g in grid]}
-        kept |= {name: [(i + 0.5) / run.size for i in range(run.size)] for name in trace.draws}
         kept |= {s.name: _first_values(s, scalars, kept["p"]) for s in spec.present(flags)}
         for step in steps:
             values = run.values(roots, scalars | {"step": float(step)}, kept)

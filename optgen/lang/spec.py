@@ -6,21 +6,19 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from optgen.base.errors import UserError, did_you_mean, insisted
 from optgen.base.loc import Loc
-from optgen.ir.node import Node, loads, postorder
+from optgen.ir.node import Node, postorder
 from optgen.ir.program import Let
 from optgen.lang.declare import INPUT, Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, conditions
-from optgen.lang.draws import DRAWN, KEYS
 from optgen.lang.source import SpecSource
 from optgen.lang.values import Absent, floor
 from optgen.ops import spaces
 from optgen.ops.dtypes import PRECISION
-from optgen.runtime.records import by_shape, fed_name, keys, seen
-from optgen.runtime.records.keys import DRAW
+from optgen.runtime.records import by_shape, fed_name, seen
 
 MatrixKind = Literal["last", "first", "heads"]
 """The matrix that a rule's rows and columns belong to, where a parameter has more than two dimensions."""
@@ -53,20 +51,10 @@ class Trace:
         return {x for name in self.new for x in (name, fed_name(name)) if fed_name(name) in self.new}
 
     @cached_property
-    def draws(self) -> tuple[str, ...]:
-        """The names of the random numbers of elements that are drawn."""
-        names = (name for name in loads((*self.new.values(), *(s[0] for s in self.sums))) if name.startswith(DRAW))
-        return tuple(sorted(dict.fromkeys(names), key=lambda name: (len(name), name)))
-
-    @cached_property
     def reads(self) -> frozenset[str]:
         """The names whose value a new value, or a sum over the model, depends on; not a state that is handed on."""
         roots = [n for name, n in self.new.items() if n.attr != name] + [node for node, *_ in self.sums]
         return frozenset(str(n.attr) for n in postorder(roots) if n.op in ("sym", "load"))
-
-    def needs_draws_of(self, node: Node) -> bool:
-        """Return True if every draw that the node is made of is one that is drawn."""
-        return not {name for name in loads([node]) if name.startswith(DRAW)}.difference(self.draws)
 
 
 @dataclass(frozen=True)
@@ -329,12 +317,10 @@ class Spec:
             from optgen.lang.tensors import stacked
 
             p, g, values = stacked(p), stacked(g), {name: stacked(value) for name, value in values.items()}
-        drawn = DRAWN.set(partial(draw_of, p, t))
         try:
             new = self.call(p, g, t, values)
         finally:
             PRECISION.reset(precision)
-            DRAWN.reset(drawn)
         if self.inputs:
             flags = {f.name: bool(options[f.name]) for f in self.flags}
             new |= {fed: values[fed] for fed in self.waiting(self.trace(flags))}
@@ -368,19 +354,6 @@ class Spec:
             if name not in known:
                 hint = did_you_mean(name, known)
                 raise UserError("E118", loc=self.loc, name=self.name, kind=kind, got=name, hint=hint)
-
-
-def draw_of(p: Any, t: Any, name: str) -> Any:
-    """Return a draw of elements at step t for a parameter p of `draws.KEYS`; 1/2 where p has no elements."""
-    point = getattr(type(p), "point", None)  # of intervals
-    if point is None and not type(p).__module__.startswith("torch"):
-        return 0.5
-    from optgen.runtime.reference import eager, matrices
-
-    seed, stream = KEYS.get()
-    index = eager.Blocks(p if point is None else p.lo, 1).index()
-    numbers = matrices.drawn(index, name, keys.step_key(seed, int(t)), stream)
-    return numbers.to(p.dtype).as_subclass(type(p)) if point is None else point(numbers, p.model)
 
 
 def _rank(state: StateDecl, hypers: Mapping[str, Any]) -> Any:

@@ -16,7 +16,6 @@ from optgen.ir import node as ir
 from optgen.ir.node import Node
 from optgen.ir.program import Let
 from optgen.lang.declare import HyperDecl
-from optgen.lang.draws import DRAWN
 from optgen.lang.source import SpecSource, Statement
 from optgen.lang.spec import Spec, Trace
 from optgen.lang.values import LIBRARIES, TRACED, Absent, Value, author_loc
@@ -106,7 +105,7 @@ def _read(spec: Spec, flags: Mapping[str, bool], marks: Iterable[int | None] = (
     values |= {s.name: load(s.name, s.space) for s in spec.states}
     values |= {s.name: value(ir.sym(s.name)) for s in spec.host_states}
     values |= spec.absent(flags)
-    traced, drawn = TRACED.set(True), DRAWN.set(load)
+    traced = TRACED.set(True)
     try:
         new = spec.call(load("p"), load("g"), value(ir.sym("step")), values)
     except UserError:
@@ -118,7 +117,6 @@ def _read(spec: Spec, flags: Mapping[str, bool], marks: Iterable[int | None] = (
         raise UserError("E131", loc=place, kind=type(error).__name__, text=text, **hint) from error
     finally:
         TRACED.reset(traced)
-        DRAWN.reset(drawn)
     tracer.finish()
     places = {name: loc for _, parts in spec.source.returns for name, loc in parts}
     for name, given in values.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from optgen.formats.format import Field
@@ -122,8 +122,7 @@ def lower_rule(spec: Spec, flags: Mapping[str, bool]) -> Program:
     def rewrite(node: Node) -> Node:
         return scaled(signed(node))
 
-    # A line whose draw nothing needs, as where a flag replaces its value, is none of the step.
-    lets = [replace(let, node=rewrite(let.node)) for let in trace.lets if trace.needs_draws_of(let.node)]
+    lets = [replace(let, node=rewrite(let.node)) for let in trace.lets]
     new = {"p": rewrite(trace.p), **{name: rewrite(node) for name, node in trace.states.items()}}
     together = tuple((s.name, s.normalized_by) for s in present if s.normalized_by in held)
     still = frozenset(settled(spec.unchanged(flags), dict(together)))
@@ -133,7 +132,7 @@ def lower_rule(spec: Spec, flags: Mapping[str, bool]) -> Program:
     hosts = spec.present_host(flags)
     return Program(
         name=spec.name,
-        buffers=_buffers(held, trace.draws, still, body, stores),
+        buffers=_buffers(held, still, body, stores),
         host=(),
         body=tuple(let for let in body if let.node.space is not spaces.host or let.stage == "update"),
         stores=stores,
@@ -148,7 +147,7 @@ def lower_rule(spec: Spec, flags: Mapping[str, bool]) -> Program:
 
 
 def _buffers(
-    held: Mapping[str, Space], draws: Iterable[str], still: Collection[str], body: list[Let], stores: tuple[Store, ...]
+    held: Mapping[str, Space], still: Collection[str], body: list[Let], stores: tuple[Store, ...]
 ) -> tuple[Buffer, ...]:
     """Return the buffers of a rule; states that stay as they are kept are read by what is stored alone."""
     needed = [s.node for s in stores]
@@ -156,6 +155,5 @@ def _buffers(
     buffers = [Buffer("p", dtypes.f32, spaces.elem, "param", "p")]
     buffers += [Buffer("g", dtypes.f32, spaces.elem, "grad", "g", writes=False)]
     buffers += [Buffer(name, dtypes.f32, space, "state", name) for name, space in held.items()]
-    buffers += [Buffer(name, dtypes.f32, spaces.elem, "draw", name, writes=False) for name in draws]
     reads = {b.name: b.name in live if b.owner in still else b.name in used for b in buffers}
     return tuple(replace(b, reads=reads[b.name], writes=b.writes and b.owner not in still) for b in buffers)

@@ -13,7 +13,6 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 from optgen.ops.dtypes import DType, boolean, f32, i32
@@ -102,11 +101,6 @@ def _exp(x: float) -> float:
     return math.exp(x) if not x > 709.0 else math.inf
 
 
-def _erfinv(x: float) -> float:
-    most = 1 - 2.0**-24  # of a range that is not known, too
-    return NormalDist().inv_cdf((1 + min(max(x, -most), most)) / 2) / math.sqrt(2)
-
-
 def _sigmoid(x: float) -> float:
     e = _exp(-abs(x))
     return (e if x < 0 else 1.0) / (1.0 + e)
@@ -189,10 +183,6 @@ _ROWS = (
          rises="+", ulps=FAST_ULP),
     Prim("sigmoid", "f", "1 / (1 + exp(-x))", core=False, host=True, number=_sigmoid, tensor="sigmoid",
          symbol=lambda m, x: m.Pow(m.Add(1, m.exp(m.Mul(-1, x))), -1), rises="+", ulps=6),
-    Prim("erf", "f", "error function", core=False, host=True, number=math.erf, tensor="erf", symbol="erf", rises="+",
-         ulps=2),
-    Prim("erfinv", "f", "inverse error function, |x| <= 1 - 2^-24", core=False, tensor="erfinv", symbol="erfinv",
-         number=_erfinv, rises="+", ulps=8),
     Prim("atan2", "ff", "atan2(y, x): angle of the point (x, y), from -pi to pi", core=False, host=True,
          number=math.atan2, symbol="atan2", ulps=6),
     Prim("rsqrt", "f", "1 / sqrt(x)", core=False, number=lambda x: 1 / math.sqrt(x),

@@ -2,7 +2,7 @@
 
 rewrite:
     exp2(x), log2(x), cbrt(x), power(x, y)  ->  polynomials and bit operations on f32 and i32
-    exp(x), log(x), tanh(x), sigmoid(x), erf(x), erfinv(x), atan2(y, x), c ** x  ->  likewise (lang/elementary.py)
+    exp(x), log(x), tanh(x), sigmoid(x), atan2(y, x), c ** x  ->  likewise (lang/elementary.py)
 rewrite (ROUNDS):
     table   lookup(x), search(x) of a table with a law  ->  the largest, or smallest, of a few straight lines:
             entries within 2^-20 of the table's, ends of cells within 2^-12 of a cell

@@ -25,9 +25,8 @@ from optgen import passes
 from optgen.formats.format import Format
 from optgen.formats.plan import Storage
 from optgen.ir.node import Node, postorder
-from optgen.lang.draws import KEYS
 from optgen.lang.matrices import transpose, wide, zero_product
-from optgen.lang.spec import Spec, draw_of, filled, start
+from optgen.lang.spec import Spec, filled, start
 from optgen.lang.values import equal, reader_of
 from optgen.lower import lower_rule, matrix_of, relative, untouched
 from optgen.ops import spaces
@@ -38,7 +37,6 @@ from optgen.runtime.layout import layout
 from optgen.runtime.optimizer import Optimizer
 from optgen.runtime.options.options import hypers_of
 from optgen.runtime.records.join import settled
-from optgen.runtime.records.keys import DRAW, stream_key
 from optgen.verify.intervals import STRICT, Interval, Rounding
 
 
@@ -255,8 +253,7 @@ class Reading:
     def before_replacing(self, node: Node) -> Any:
         """The node's own value, its operands replaced or not."""
         if node.op == "load":
-            drawn = node.attr.startswith(DRAW)
-            return draw_of(self.loads["p"], self.scalars["step"], node.attr) if drawn else self.loads[node.attr]
+            return self.loads[node.attr]
         if node.op == "sym":
             return self.scalars[node.attr]
         if node.op == "const":
@@ -503,13 +500,9 @@ class Trial:
         after = self.decoded()
         signed = -g if self.maximize else g
         start = Values.decoded(before, host, step, self.model)
-        of = KEYS.set((self.optimizer.param_groups[0]["seed"], stream_key(0)))
-        try:
-            inside = enclose(self.spec, storage, start, signed, self.hypers, kept=after)
-            exact = oracle(self.spec, before, signed.float(), step, host, self.hypers)
-            return compare(after, inside, exact, reading(self.spec, start, signed, self.hypers))
-        finally:
-            KEYS.reset(of)
+        inside = enclose(self.spec, storage, start, signed, self.hypers, kept=after)
+        exact = oracle(self.spec, before, signed.float(), step, host, self.hypers)
+        return compare(after, inside, exact, reading(self.spec, start, signed, self.hypers))
 
     def check_steps(self, storage: Storage, gradients: Iterable[Tensor]) -> Report:
         """Several steps, each from what the one before kept."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from optgen.runtime.records import EIGHT, MATRICES, Eager, Field, Rule, Stage, Variant
-from optgen.runtime.records.keys import draw_salt
 
 KERNEL = "kernel"
 """The name of the kernel in its text."""
@@ -51,8 +50,6 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
 def _value(variant: Variant, stage: Stage, owner: str, states: Sequence[str], stored: bool) -> str:
     """Return a value of a step that is one sweep: its codec, places, random bits, base, and what is done to it."""
     eager = variant.eager
-    if owner in eager.draws:
-        return _drawn(owner, states.index(owner), variant.block)
     codec = _encoding(eager, owner, stored)
     if owner == "p":
         return f"Value<{codec}, {len(states)}, 0, P, -1, {str(stored).lower()}, false, 2>"
@@ -71,11 +68,6 @@ def _bits(eager: Eager, owner: str) -> str:
 def _may_be_negative_zero(variant: Variant, stage: Stage, owner: str) -> bool:
     """Return True for a nonnegative state whose zeros have to be made +0 before they are stored."""
     return owner in variant.nonneg and (owner not in stage.stores or owner in stage.zeros)
-
-
-def _drawn(name: str, place: int, block: int) -> str:
-    """Return the value that is a draw of random numbers of elements."""
-    return f"Value<Drawn<{draw_salt(name)}, {block}>, {place}, 0, P, -1, false>"
 
 
 def _encoding(eager: Eager, owner: str, written: bool) -> str:
@@ -268,8 +260,6 @@ class _Stage:
     def value(self, number: int, x: str) -> str:
         """The value of a state, of one of its fields, or of a temp; its places."""
         eager, at = self.eager, len(self.places)
-        if x in eager.draws:
-            return _drawn(x, number, self.own.block)
         written = x in self.stores or x in self.sums
         if x not in self.reads and not written:
             return f"Value<untouched, {number}, 0, P, -1, false>"

@@ -71,7 +71,6 @@ class StoredValue:
     guarded   a NaN must be made one of arithmetic before it is stored
     direct    the tile function takes it as it lies in memory
     absent    nothing depends on it: it is not read
-    drawn     of random numbers of the rule, which lie nowhere: what sets the draw apart (keys.draw_salt); 0 of all else
     """
 
     name: str
@@ -88,7 +87,6 @@ class StoredValue:
     guarded: bool = False
     direct: bool = False
     absent: bool = False
-    drawn: int = 0
 
     @property
     def cache_key(self) -> str:
@@ -215,12 +213,10 @@ def root_of(fields, VALUE: tl.constexpr):
 
 @triton.jit
 def given(
-    buffers, where, live, tables, index, keys, SWEEP: tl.constexpr, VALUE: tl.constexpr, MASKED: tl.constexpr
+    buffers, where, live, tables, SWEEP: tl.constexpr, VALUE: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """A value as its tile function gets it."""
-    if VALUE.drawn != 0:
-        fields = (uniform(index[len(index) - 1], keys[0], keys[1], VALUE.drawn),)
-    elif VALUE.absent:
+    if VALUE.absent:
         fields = (tl.full(live[0].shape, 0.0, tl.float32),)
     else:
         fields = fields_of(buffers, where, live, tables, SWEEP, VALUE, MASKED)
@@ -318,21 +314,6 @@ def word(index, step_key, stream_key, SWEEP: tl.constexpr, K: tl.constexpr):
     y = (y ^ shifted(y, 15)) * M1
     lane = index & 7
     return moved ^ rotl(y ^ shifted(y, 16), (lane * (lane + 1) >> 1) + 1)
-
-
-@triton.jit
-def mixed(x):
-    """A bijection of 32 bits that avalanches (Wellons 2018, lowbias32), on int32."""
-    x = (x ^ shifted(x, 16)) * M1
-    x = (x ^ shifted(x, 15)) * M2
-    return x ^ shifted(x, 16)
-
-
-@triton.jit
-def uniform(index, step_key, stream_key, SALT: tl.constexpr):
-    """The random numbers of a draw of elements, float32: those of optgen.runtime.reference.matrices.drawn."""
-    begin = mixed(stream_key + mixed(step_key ^ SALT))
-    return shifted(mixed(mixed(index) + begin), 8).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit

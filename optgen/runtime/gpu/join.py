@@ -19,7 +19,6 @@ from optgen.runtime.gpu.small_work import Level, Round
 from optgen.runtime.gpu.walk import KernelSweep
 from optgen.runtime.records import COPY, EIGHT, Field, Rule, Stage, Temp, Variant
 from optgen.runtime.records.join import Pair
-from optgen.runtime.records.keys import draw_salt
 from optgen.runtime.records.sums import SEGMENT, panel_columns
 
 TILE = 256
@@ -140,7 +139,7 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> KernelSweep:
     kept = tuple(map(values.kept, values.owners))
     fields, temps = {f.name: f for f in variant.fields}, {t.name: t for t in variant.temps}
     buffers = tuple((frame.columns[x], *_buffer(variant, fields.get(x), temps.get(x), x)) for x in values.touched)
-    counted = any(x.word >= 0 or x.drawn for x in kept)
+    counted = any(x.word >= 0 for x in kept)
     block = variant.block_of(values.live)
     made: dict[str, Any] = dict(
         width=frame.width,
@@ -148,7 +147,6 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> KernelSweep:
         buffers=buffers,
         block=block,
         counted=counted,
-        placed=block > 1 and any(x.drawn for x in kept),
         tables=tuple(range(frame.first, frame.first + len(frame.numbers))),
         extents=frame.extents(stage),
         strict=rule.strict and bool(stage.sums),
@@ -254,7 +252,6 @@ class _Values:
             plus=codec.plus and not (self.clean and self.is_positive(owner)),
             guarded=codec.guards and owner in self.stage.picked,
             direct=direct,
-            drawn=draw_salt(owner) if owner in eager.draws else 0,
         )
 
     def is_positive(self, owner: str) -> bool:

@@ -112,7 +112,7 @@ def _rows(
     at, at_block, at_eight, at_row, row_of_block, block, eight, lane = lanes
     columns, blocks, eights = counts
     height, width, some = edges
-    before, padded, first, wide = numbers
+    before, padded = numbers
     PART: tl.constexpr = SWEEP.part
     ROWS: tl.constexpr = SWEEP.tile
     COUNT: tl.constexpr = SWEEP.across // PART
@@ -139,8 +139,6 @@ def _rows(
             if SWEEP.eights():
                 number = number | lane & 7
             index = (number,)
-        if SWEEP.placed:
-            index = index + (first + k * PART + (start + at_row) * wide,)
         terms = coded(there, where, live, index, given, tile, SWEEP, MASKED)
         if len(SWEEP.sums) > 0:
             parts = ()
@@ -269,9 +267,9 @@ def walk_panels(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, s
     buffers = further(buffers, SWEEP, (top * columns + left, block, eight, top, matrix * columns + left, matrix))
     of_row = number % panels * (rows * tl.load(row + SWEEP.matrices)) + top
     to_rows, to_columns = _results(row, of_row, (number // panels).to(tl.int64) * columns + left, SWEEP)
-    numbers = 0, 0, 0, 0
+    numbers = 0, 0
     if SWEEP.counted:
-        pace, begin, wide, first = numbering(row, SWEEP)
+        pace, begin = numbering(row, SWEEP)
         # Rows of matrices are those of dimension 0, or follow one another.
         of_grid = columns == tl.load(row + (SWEEP.numel + 1))
         padded = tl.where(of_grid, pace, blocks * SWEEP.block).to(tl.int32)
@@ -281,8 +279,7 @@ def walk_panels(table, work, tile: tl.constexpr, SWEEP: tl.constexpr, scalars, s
             before = before + (lanes[7] & -8)
         else:
             before = before + lanes[7]
-        wide = tl.where(of_grid, wide, columns).to(tl.int32)
-        numbers = before, padded, first.to(tl.int32) + top.to(tl.int32) * wide + left.to(tl.int32) + lanes[7], wide
+        numbers = before, padded
     totals = _nothing(lanes[0].shape, SWEEP)
     counts = columns, blocks, eights
     edges = height, width, rows > 0

@@ -38,7 +38,6 @@ class KernelSweep:
     block     elements of a storage block (64), 1 if nothing is stored in blocks
     parts     parts of a full tile that a masked tile has (2)
     counted   True if elements are numbered, for random bits
-    placed    True if they are numbered row after row, too, for random numbers of the rule beside blocks
     tables    entries of tables of numbers in memory
     extents   entries of sizes of the logical tensor
     sums      (maximum, factors, entries of partial results) of each term ((False, (0, 0), (27,))): the sum, or the
@@ -65,7 +64,6 @@ class KernelSweep:
     block: int = 1
     parts: int = 1
     counted: bool = False
-    placed: bool = False
     tables: tuple[int, ...] = ()
     extents: tuple[int, ...] = ()
     sums: tuple[tuple[Any, ...], ...] = ()
@@ -159,8 +157,7 @@ def arguments(row, SWEEP: tl.constexpr, scalars, step_key):
 
 @triton.jit
 def numbering(row, SWEEP: tl.constexpr):
-    """Return the numbering of elements, each row in whole blocks: rows are `pace` apart, the first element is `begin`;
-    then that where nothing lies between rows.
+    """Return the numbering of elements, each row in whole blocks: rows are `pace` apart, the first element is `begin`.
 
     Compilers see that the numbers of blocks, and those of a tensor that is not ragged, begin with a multiple of 8: so
     they hash once for eight elements.
@@ -168,11 +165,10 @@ def numbering(row, SWEEP: tl.constexpr):
     pace = tl.load(row + (SWEEP.numel + 5))
     lane = tl.load(row + (SWEEP.numel + 4))
     top = tl.load(row + (SWEEP.numel + 3))
-    width, first = pace, top * pace + lane
     if SWEEP.block > 1:
         pace = (pace + (SWEEP.block - 1)) // SWEEP.block * SWEEP.block
         lane = lane // SWEEP.block * SWEEP.block
-    return pace, top * pace + lane, width, first
+    return pace, top * pace + lane
 
 
 @triton.jit
@@ -286,7 +282,7 @@ def coded(
     scalars, keys, tables = given
     values = ()
     for i in tl.static_range(SWEEP.inputs()):
-        values = values + (codecs.given(buffers, where, live, tables, index, keys, SWEEP, SWEEP.kept(i), MASKED),)
+        values = values + (codecs.given(buffers, where, live, tables, SWEEP, SWEEP.kept(i), MASKED),)
     made = tile(SWEEP.plan(), *values, *scalars, live[0], MASKED)
     draws = _drawn(buffers, where, live, index, keys, SWEEP, MASKED)
     roots = ()
@@ -321,7 +317,7 @@ def places(SWEEP: tl.constexpr, BLOCKS: tl.constexpr):
 def by_rows(k, numel, columns, numbers, SWEEP: tl.constexpr, BLOCKS: tl.constexpr):
     """The offsets of masked tile k of so many blocks, counted row by row, the lanes that are live, and the numbers of
     elements, or none."""
-    pace, begin, width, first = numbers
+    pace, begin = numbers
     block = k * BLOCKS + tl.arange(0, BLOCKS)
     index = ()
     if SWEEP.block == 1:
@@ -349,8 +345,6 @@ def by_rows(k, numel, columns, numbers, SWEEP: tl.constexpr, BLOCKS: tl.constexp
         masks = live, live_block, live_eights
         if SWEEP.counted:
             index = ((begin + row * pace + start).to(tl.int32)[:, None] + lanes,)
-        if SWEEP.placed:
-            index = index + ((first + row * width + start).to(tl.int32)[:, None] + lanes,)
     return where, masks, index
 
 

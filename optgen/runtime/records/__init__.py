@@ -493,7 +493,6 @@ class Eager:
     matrices  matrix state -> the codec of reference/matrix_codecs.py that keeps it ({"left": "symmetric"})
     over      matrix state -> the matrix state by whose root, as it reads, it is divided
     random    matrix states that are rounded stochastically
-    draws     names of the random numbers of elements that the rule reads ("uniform_0")
     """
 
     codecs: Mapping[str, str] = field(default_factory=dict)
@@ -506,7 +505,6 @@ class Eager:
     matrices: Mapping[str, str] = field(default_factory=dict)
     over: Mapping[str, str] = field(default_factory=dict)
     random: frozenset[str] = frozenset()
-    draws: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -553,8 +551,8 @@ class Variant:
 
     @cached_property
     def stochastic(self) -> bool:
-        """True if it draws random bits, to round by or as numbers of the rule."""
-        return bool(self.eager.words or self.eager.draws or self.eager.random)
+        """True if it draws random bits to round by."""
+        return bool(self.eager.words or self.eager.random)
 
     def owned(self, owner: str) -> tuple[str, ...]:
         """Names of the fields that store part of a state, or of "p"."""

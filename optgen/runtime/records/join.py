@@ -57,7 +57,6 @@ class RuleRecord:
     spaces        small spaces of the values that the step computes or keeps, and "call" for functions of matrices
     by_rows       True if it, or another step of the same parameter, works on rows and columns
     matrix        see Variant
-    draws         see Eager
     settings      what these settings are: a flag that is not in one may be either
     flags, suffix  one of them, and what the rule's name ends in under it; see `by_flags`
     """
@@ -71,7 +70,6 @@ class RuleRecord:
     spaces: tuple[str, ...] = ()
     by_rows: bool = False
     matrix: Matrix = "last"
-    draws: tuple[str, ...] = ()
     settings: tuple[Mapping[str, bool], ...] = ({},)
     flags: Mapping[str, bool] = field(default_factory=dict, hash=False)
     suffix: str = ""
@@ -369,7 +367,6 @@ def _stored(rule: RuleRecord, weight: FormatRecord, formats: Mapping[str, Format
         matrices=matrices,
         over={name: bases[name] for name in matrices if name in bases},
         random=frozenset(name for name in matrices if formats[name].noise),
-        draws=rule.draws,
     )
 
 

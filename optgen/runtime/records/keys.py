@@ -42,15 +42,6 @@ def salt(k: int) -> int:
     return SALTS[k] if k < len(SALTS) else (2 * k + 1) * M3 & 0xFFFFFFFF
 
 
-DRAW = "uniform_"
-"""The beginning of the names of elements' random numbers: uniform_0 are those of draw 0 of a step."""
-
-
-def draw_salt(name: str) -> int:
-    """Return what sets the random numbers of a draw apart from those of others: odd, int32."""
-    return signed((2 * int(name.removeprefix(DRAW)) + 1) * M3)
-
-
 def places(shares: Iterable[tuple[int, int]]) -> int:
     """Return the factor that puts a step's place in its window on top of each field (shift, bits) of a word."""
     return sum(1 << (shift + bits - PLACE) for shift, bits in shares if bits >= PLACE)

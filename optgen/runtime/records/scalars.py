@@ -187,11 +187,6 @@ def sigmoid(x: Scalar) -> Scalar:
     return divide(exp(minimum(x, 0.0)), 1.0 + exp(where(x < 0, x, -x)))
 
 
-def erf(x: Scalar) -> Scalar:
-    """The error function."""
-    return _of_tensors(erf, torch.erf, x) if isinstance(x, Tensor) else math.erf(x)
-
-
 def atan2(y: Scalar, x: Scalar) -> Scalar:
     """The angle of the point (x, y)."""
     if isinstance(y, Tensor) or isinstance(x, Tensor):

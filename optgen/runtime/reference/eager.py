@@ -57,15 +57,14 @@ class Blocks:
         missing = self.blocks * self.size - x.shape[1]
         return torch.nn.functional.pad(x, (0, missing)).view(self.rows, self.blocks, self.size)
 
-    def index(self, padded: bool = True) -> Tensor:
+    def index(self) -> Tensor:
         """The element's number, row by row, where each row fills whole blocks; int32, wraps past 2^31.
 
-        Counted so, eight elements that share a hash never straddle two blocks; not `padded`, rows follow one another,
-        whatever the blocks are.
+        Counted so, eight elements that share a hash never straddle two blocks.
         """
         across = self.blocks * self.size
         row, column, width = self.place or (0, 0, self.columns)
-        pace = -(-width // self.size) * self.size if padded else width
+        pace = -(-width // self.size) * self.size
         down = (torch.arange(self.rows, device=self.device) + row) * pace + column
         flat = (down[:, None] + torch.arange(across, device=self.device)).to(torch.int32)
         return flat.view(self.shape if self.size == 1 else (self.rows, self.blocks, self.size))

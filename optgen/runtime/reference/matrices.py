@@ -264,13 +264,6 @@ def normal(like: Tensor, key: float, stream: Tensor) -> Tensor:
     return ((-2 * a.log()).sqrt() * (2 * math.pi * b).cos()).to(like.dtype)
 
 
-def drawn(place: Tensor, name: str, step_key: int, stream_key: int) -> Tensor:
-    """The random numbers of a draw of elements (lang/draws.py), float32, for these places in the parameter."""
-    begin = _mixed(stream_key + _mixed((step_key ^ keys.draw_salt(name)) & _WORD) & _WORD)
-    word: Tensor = _mixed(_mixed(place.long() & _WORD) + begin & _WORD)
-    return (word >> 8).to(torch.float32) * 2.0**-24
-
-
 def rounding(name: str, step_key: int, stream: Tensor) -> Noise:
     """Return the noise of a matrix state by this name, of stream keys (..., 1, 1), by which a step rounds it."""
 

@@ -166,10 +166,6 @@ class TileSweep:
         if name in self.stage.absent:
             zero = torch.zeros((), device=x.p.device)
             return (0, (zero,)) if name in e.variant.states and e.wide(name) else zero
-        if name in e.record.draws:
-            stream = torch.tensor(x.stream, dtype=torch.int32, device=x.p.device)
-            step = torch.tensor(step_key, dtype=torch.int32, device=x.p.device)
-            return e.device.uniform(b.index(padded=False), step, stream, keys.draw_salt(name))
         if name == "g":
             assert x.g is not None
             return b.elements(x.g).to(torch.float32)
@@ -269,7 +265,7 @@ class ValueConversion(EagerStep):
     """
 
     def __init__(self, variant: Variant, codecs: ModuleType) -> None:
-        plain = replace(variant.eager, noise={}, words=(), still=(), early=(), draws=())
+        plain = replace(variant.eager, noise={}, words=(), still=(), early=())
         self.bare = replace(variant, temps=(), stages=(), rule=None, eager=plain)
         self.module = codecs
         self.owners = ["p", *dict.fromkeys(f.owner for f in variant.fields if f.wide and f.owner != "p")]

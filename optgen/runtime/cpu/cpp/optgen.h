@@ -357,15 +357,6 @@ struct Column {
     bool written;
 };
 
-// The number of a tile's first element, rows being `pace` apart; rows have `wide` elements.
-struct Number {
-    int64_t first, pace, wide;
-    operator int32_t() const { return (int32_t)first; }
-    Number before(int shift) const { return {first - shift, pace, wide}; }
-    // The number of element i where nothing lies between rows, if it lies in their blocks.
-    int32_t place(int64_t i) const { return (int32_t)(first + i - (pace == wide ? 0 : (first + i) / pace * (pace - wide))); }
-};
-
 constexpr int SIZES_OF_TENSOR = 6;  // of a table row, behind its addresses
 
 // The scalars of a step, `width` for each of its lines, and the keys of their random bits.
@@ -386,7 +377,6 @@ struct Tensor {
     int64_t numel, columns, blocks_per_row, blocks;
     int64_t number;  // of the first element
     int64_t pace;    // from a row to the next, in numbers
-    int64_t wide;    // elements of a row of the larger one
     bool apart;      // rows do not follow one another in the numbers
     int32_t stream_key;
 };
@@ -408,12 +398,12 @@ template <class Kernel> Tensor read_row(const int64_t *row) {
     constexpr int n = width<Kernel>(), block = Kernel::BLOCK;
     Tensor t;
     t.at = row;
-    t.wide = row[n + 5];
+    const int64_t wide = row[n + 5];  // elements of a row of the larger one
     t.numel = row[n];
     t.columns = row[n + 1];
-    t.pace = (t.wide + block - 1) / block * block;
+    t.pace = (wide + block - 1) / block * block;
     t.number = row[n + 3] * t.pace + row[n + 4];
-    t.apart = t.columns != t.wide && t.columns != t.numel;
+    t.apart = t.columns != wide && t.columns != t.numel;
     if (t.columns % block == 0 && !t.apart)
         t.columns = t.numel;
     t.blocks_per_row = t.columns ? (t.columns + block - 1) / block : 0;
@@ -431,7 +421,7 @@ template <class Kernel> inline int64_t number_of(const Tensor &t, int64_t block)
 
 // A tile: where all blocks are whole, nothing looks at their ends, which saves a thirtieth of a step.
 template <class Kernel, class... Known>
-inline void tile(char *const *at, int count, const int *live, const Number &first, Known... known) {
+inline void tile(char *const *at, int count, const int *live, int64_t first, Known... known) {
     if (Kernel::BLOCK > 1 && live)
         Kernel::template tile<(Kernel::BLOCK > 1)>(at, count, live, first, known...);
     else
@@ -471,8 +461,7 @@ void staged(const Tensor &t, int64_t first, int count, int shift, const float *s
             memset(to + (size_t)n * column.bytes, 0, (size_t)(size - n) * column.bytes);
         }
     }
-    const Number number = {number_of<Kernel>(t, first) - shift, t.pace, t.wide};
-    tile<Kernel>(at, shift + count, live, number, scalars, step_key, t.stream_key);
+    tile<Kernel>(at, shift + count, live, number_of<Kernel>(t, first) - shift, scalars, step_key, t.stream_key);
     for (int c = 0; c < n; c++) {
         const Column column = Kernel::COLUMNS[c];
         if (!column.written)
@@ -525,7 +514,7 @@ template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count,
             char *at[n];
             for (int c = 0; c < n; c++)
                 at[c] = (char *)t.at[c] + place_of(Kernel::COLUMNS[c].kind, first, start, packed) * Kernel::COLUMNS[c].bytes;
-            tile<Kernel>(at, now, nullptr, Number{number, t.pace, t.wide}, scalars, step_key, t.stream_key);
+            tile<Kernel>(at, now, nullptr, number, scalars, step_key, t.stream_key);
         } else {
             staged<Kernel>(t, first, now, shift, scalars, step_key);
         }

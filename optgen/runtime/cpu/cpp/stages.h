@@ -45,7 +45,7 @@ struct Known {
 // live      elements in each block; null where all blocks are full
 // first     the number of the first element
 // row_mask  0 where the tile lies within one row and one matrix: their values then fill one register; else -1
-typedef void Tile(char *const *at, int count, const int *live, const Number &first, int row_mask, const Known &known);
+typedef void Tile(char *const *at, int count, const int *live, int64_t first, int row_mask, const Known &known);
 
 struct Stage {
     Tile *tile;
@@ -310,7 +310,7 @@ constexpr int UNIT = W < 8 ? 8 : W;  // elements that are not in blocks: whole r
 
 // n elements of a row, whose values lie `shift` lanes behind the start of the tile, through room of their own.  Where
 // all blocks are full, and too few for a tile, only the blocks' own values take that way.
-OPTGEN_ONCE void staged_row(const Stage &s, char *const *at, char *room, int64_t n, int shift, const Number &first,
+OPTGEN_ONCE void staged_row(const Stage &s, char *const *at, char *room, int64_t n, int shift, int64_t first,
                        const Known &known) {
     char *inside[MOST];
     int live[BLOCKS_OF_TILE];
@@ -338,7 +338,7 @@ OPTGEN_ONCE void staged_row(const Stage &s, char *const *at, char *room, int64_t
             memset(inside[c] + (size_t)(shift + n) * p.bytes, 0, (size_t)(padded - shift - n) * p.bytes);
         }
     }
-    s.tile(inside, (int)(s.block > 1 ? blocks : lanes), s.block > 1 && !full ? live : nullptr, first.before(shift), 0, known);
+    s.tile(inside, (int)(s.block > 1 ? blocks : lanes), s.block > 1 && !full ? live : nullptr, first - shift, 0, known);
     for (int c = 0; c < s.count; c++) {
         const Place &p = s.places[c];
         if (!p.written || p.reduction != NONE)
@@ -357,8 +357,7 @@ OPTGEN_ONCE void panel_of_row(const Stage &s, const Shape &t, const Panels &shap
                          int64_t row, int64_t from, int64_t n, const Known &known) {
     char *at[MOST];
     const int64_t e = row * t.columns + from, b = row * shape.per_row + from / s.block;
-    const int64_t wide = t.columns == t.grid_columns ? t.width : shape.pace;
-    const Number number = {shape.number + row * shape.pace + from, shape.pace, wide};
+    const int64_t number = shape.number + row * shape.pace + from;
     const int64_t matrix = t.matrices == 1 ? 0 : row / t.rows;
     for (int c = 0; c < s.count; c++) {
         const Place &p = s.places[c];
@@ -382,16 +381,16 @@ OPTGEN_ONCE void panel_of_row(const Stage &s, const Shape &t, const Panels &shap
         return;
     }
     for (int64_t done = 0; done < n;) {
-        const int shift = s.indexed ? (int)((number.first + done) & 7) : 0;
+        const int shift = s.indexed ? (int)((number + done) & 7) : 0;
         int64_t now = n - done;
         if (shift)
             now = least(now, 8 - shift);
         else if (now >= UNIT)
             now -= now % UNIT;
         if (shift || now % UNIT)
-            staged_row(s, at, room, now, shift, number.before((int)-done), known);
+            staged_row(s, at, room, now, shift, number + done, known);
         else
-            s.tile(at, (int)now, nullptr, number.before((int)-done), 0, known);
+            s.tile(at, (int)now, nullptr, number + done, 0, known);
         for (int c = 0; c < s.count; c++) {
             const Place &p = s.places[c];
             if (p.kind == ELEMENT || p.kind == COLUMN || p.reduction != NONE)
@@ -527,7 +526,7 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
             at[c] = to;
         }
     }
-    const Number number = {grid.number(t, s.block, first) - shift, t.pace(s.block), t.width};
+    const int64_t number = grid.number(t, s.block, first) - shift;
     s.tile(at, shift + count, full || s.block == 1 ? nullptr : live, number, -1,
            known);
     for (int c = 0; c < s.count; c++) {
@@ -821,7 +820,7 @@ OPTGEN_ONCE void work_on_few(const Stage &s, const Shape &t, char *room, const K
                 at[c] = (char *)inside;
             }
         }
-        s.tile(at, (int)n, nullptr, Number{0, 1, 1}, single ? 0 : -1, known);
+        s.tile(at, (int)n, nullptr, 0, single ? 0 : -1, known);
         for (int c = 0; c < s.count; c++) {
             const Place &p = s.places[c];
             if (p.reduction != NONE)

@@ -99,10 +99,10 @@ template <int N> constexpr auto columns_of(const Columns<Place, N> &places) {
 template <class Layout, class Rule, class Grad, class P, class... V>
 struct Staged : Sweep<Layout, Rule, Grad, P, V...> {
     using Base = Sweep<Layout, Rule, Grad, P, V...>;
-    static constexpr bool INDEXED = Base::DRAWN != 0 || Base::NUMBERED;
+    static constexpr bool INDEXED = Base::DRAWN != 0;
 
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile(char *const *at, int extent, const int *live, const Number &first, int row_mask,
+    OPTGEN_ONCE static void tile(char *const *at, int extent, const int *live, int64_t first, int row_mask,
                                  const Known &known) {
         float given[Rule::SCALARS + 1];
         for (int k = 0; k < Rule::SCALARS; k++)

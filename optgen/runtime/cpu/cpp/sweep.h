@@ -39,8 +39,6 @@ struct Codec {
     struct Head {};                 // what a loop reads and finds of a block
     In in(int) const { return {}; }
     void within(int) {}  // a tile of one row or of several: see Tile in stages.h
-    static constexpr bool NUMBERED = false;  // reads the elements' numbers
-    void numbered(const Number &, int, int32_t, int32_t) {}  // of so many blocks; the keys of the tensor and of the step
     void decode_blocks(int) const {}
     void unpack_codes(int) const {}
     template <int BLOCK> void pack_codes(int, const int *) const {}
@@ -85,35 +83,6 @@ struct full_nearest : Codec {
         store(code_at + i, x);
         return x;
     }
-};
-
-// Random numbers of elements, which lie nowhere: optgen.runtime.reference.matrices.drawn.
-template <int32_t SALT, int BLOCK> struct Drawn : Codec {
-    static constexpr int FIELDS = 0;
-    static constexpr bool NUMBERED = true;
-    int32_t begin, place[BLOCK == 1 ? 1 : most_of(BLOCK) / BLOCK];  // of the first element of each block
-
-    Drawn(char *, char *const *) {}
-    static uint32_t mixed(uint32_t x) {
-        x = (x ^ x >> 16) * 0x7feb352d;
-        x = (x ^ x >> 15) * 0x846ca68b;
-        return x ^ x >> 16;
-    }
-    static I mixed(I x) {
-        x = (x ^ lshr(x, 16)) * (int32_t)0x7feb352d;
-        x = (x ^ lshr(x, 15)) * (int32_t)0x846ca68b;
-        return x ^ lshr(x, 16);
-    }
-    void numbered(const Number &first, int count, int32_t stream_key, int32_t step_key) {
-        for (int b = 0; b < (BLOCK == 1 ? 1 : count); b++)
-            place[b] = first.place((int64_t)b * BLOCK) - b * BLOCK;
-        begin = (int32_t)mixed((uint32_t)stream_key + mixed((uint32_t)(step_key ^ SALT)));
-    }
-    Product times(F c, const In &, int i) const {
-        const I x = mixed(I(place[BLOCK == 1 ? 0 : i / BLOCK]) + iota(i));
-        return {c, to_float(lshr(mixed(x + I(begin)), 8)) * F(0x1p-24f)};
-    }
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &, int, int, F x, const N &) const { return x; }
 };
 
 // A value of a rule: its place among them, its first column, the number by which random bits are dealt to it, the value
@@ -187,7 +156,6 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
     }
     static constexpr int DRAWN = ((P::WRITTEN && P::DRAWS ? word_of<P>() : 0) | ... | drawn<V>(0));
     static constexpr int KEPT = ((P::WRITTEN && P::DRAWS && APART ? word_of<P>() : 0) | ... | drawn<V>(1));
-    static constexpr bool NUMBERED = (false || ... || V::NUMBERED);
     static constexpr int ARRAYS = (count(KEPT) + ... + (input<V>() + next<V>() + root<V>()));
     static constexpr int TILE = TileOf<Layout>::size(ARRAYS);
     static constexpr int ROOM = LOOPS > 1 ? TILE : W;
@@ -418,7 +386,7 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
     };
 
     template <bool RAGGED>
-    OPTGEN_ONCE static void tile(char *const *at, int extent, const int *live, const Number &first, const float *scalars,
+    OPTGEN_ONCE static void tile(char *const *at, int extent, const int *live, int64_t first, const float *scalars,
                                  int32_t step_key, int32_t stream_key) {
         float given[Rule::SCALARS + 1];
         for (int k = 0; k < Rule::SCALARS; k++)
@@ -426,15 +394,14 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
         work<RAGGED>(at, at[1], extent, live, first, 0, given, step_key, stream_key);
     }
     template <bool RAGGED>
-    OPTGEN_INLINE static void work(char *const *at, const char *g, int extent, const int *live, const Number &first,
+    OPTGEN_INLINE static void work(char *const *at, const char *g, int extent, const int *live, int64_t first,
                                    int row_mask, const float *scalars, int32_t step_key, int32_t stream_key) {
         P p(at);
         All<V...> all{V(at)...};
         (static_cast<V &>(all).within(row_mask), ...);
-        (static_cast<V &>(all).numbered(first, extent, stream_key, step_key), ...);
         const Rule rule(scalars);
         Arrays arrays;
-        Words<Sweep> words(BLOCK * extent, first, stream_key, step_key);
+        Words<Sweep> words(BLOCK * extent, (int32_t)first, stream_key, step_key);
         const Tile<RAGGED> now{p, all, rule, arrays, words, (const typename Grad::stored *)g, at, live, extent};
         if constexpr (BLOCK == 1) {
             for (int i = 0; i < extent; i += W) {
