@@ -25,7 +25,6 @@ from torch import Tensor
 from optgen.formats import Blocked, LogMinMax, Plan, companders, scales
 from optgen.formats.coded import InBlocks
 from optgen.formats.format import Noise, Rounding
-from optgen.formats.pseudolog import PseudoLog
 from optgen.ops.dtypes import bf16, in_f32, of_pattern, pattern_of
 from optgen.verify.bounds import master_bound, one_step_bound, steady_state
 from tools.certificate import ONE, Line, certify, lines, starts
@@ -181,7 +180,7 @@ def of_format(fmt: Any, plans: list[str]) -> dict[str, Any]:
         return made
     fmt = fmt.of_vectors()
     made |= {"noise": fmt.noise_bits, "rooted": fmt.of == "sqrt", "largest_error": certify(fmt).supremum}
-    if isinstance(fmt, PseudoLog):
+    if isinstance(fmt, LogMinMax):
         made["range"] = of_range(fmt)
     steady = [{"decay": d, **dataclasses.asdict(steady_state(fmt, d))} for d in DECAYS]
     return made | {"steady": steady, "lines": list(tables(fmt, bool(plans)))}

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache
 
-from optgen import passes
 from optgen.backends import columns, cpp_codecs, cpp_text
 from optgen.driver import kernel_text, targets, triton_text
 from optgen.driver.project import Maths
 from optgen.formats.plan import Plan
-from optgen.ir.node import Node, Rewriter, is_const, op
-from optgen.ir.program import Step
-from optgen.ir.ranges import Intervals
 from optgen.lang.spec import Spec
-from optgen.ops.dtypes import i32
 
 FILE, CODECS = "kernels.h", "codecs.h"
 """The files of a rule, and of a plan."""
@@ -60,38 +54,6 @@ def codec_text(plan: Plan, maths: Maths) -> str:
     names = {name for name, _, _, _ in found}
     for name, codec, fmt, doc in found:
         both = fmt is not None and f"{name}_nearest" not in names
-        codec = codec if maths == "strict" or codec.encode is None else replace(codec, encode=_clamped(codec.encode))
         small = [cpp_text.stage_function(s, f"small_{k}", (), static=True) for k, s in enumerate(codec.small, 1)]
         structs += cpp_codecs.codec_structs(codec, name, doc, both, small)
     return _header(targets.mark(plan.loc.file, f"plan {plan.name} · C++ codecs, {maths} maths"), structs)
-
-
-def _clamped(step: Step) -> Step:
-    """Clamp before a difference: max(min(x - b, c - b), 0) * s + (n + o) is max(min(x, c), b) * s + (n + (o - b * s)).
-
-    Of x, b and c that are not negative, modulo 2^32, n of each element and o of each block: 1 to 2 % of AdamW
-    int8_split24.  GPUs have one instruction for the difference and both limits.
-    """
-
-    def rule(n: Node) -> Node:
-        if n.op != "add" or n.dtype is not i32 or [x.op for x in n.args] != ["mul", "add"]:
-            return n
-        (limits, s), (drawn, o) = (x.args for x in n.args)
-        if limits.op != "max" or not is_const(limits.args[1], 0) or limits.args[0].op != "min":
-            return n
-        low = limits.args[0]
-        if [y.op for y in low.args] != ["sub", "sub"]:
-            return n
-        (x, b), (c, other) = (y.args for y in low.args)
-        if b.uid != other.uid or o.space.name != "block" or any(intervals(y)[0] < 0 for y in (x, b, c)):
-            return n
-        inside = op("mul", op("max", op("min", x, c), b), s)
-        return op("add", inside, op("add", drawn, op("sub", o, op("mul", b, s))))
-
-    if len(step.stages) > 1:
-        return step
-    (stage,) = step.stages
-    program = stage.schedule.program
-    intervals = Intervals(dict(program.ranges))
-    schedule = passes.name(passes.place(passes.share(program.map(Rewriter(rule)))))
-    return replace(step, stages=(replace(stage, schedule=schedule),))

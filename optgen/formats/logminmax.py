@@ -16,17 +16,21 @@ from typing import Any
 from optgen.formats import narrow, words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import check_block, check_words
+from optgen.formats.coded import Coded
 from optgen.formats.format import Field, Format, Noise, Rounding, View
-from optgen.formats.pseudolog import BEND, INFINITE, PseudoLog, tenths
 from optgen.lang.values import Num, bits, cast, equal, floor, from_bits, lshr, maximum, minimum, rint, sqrt, where
-from optgen.ops.dtypes import f32, i16, i32
+from optgen.ops.dtypes import f32, i16, i32, of_pattern
 
 _BEYOND = (127 + 127) << 23
 """The pattern from which on roots of a block with an infinity are read: 2^127."""
 
+_INFINITE = "; all of a block with an Inf reads as Inf, so that all of its steps become 0, in fp32 those of one element"
+_BEND = 1 - 1 / math.log(2) - math.log2(math.log(2))
+"""The largest log2(1 + f) - f of a mantissa 1 + f: a pattern counts octaves to within it."""
+
 
 @dataclass(frozen=True)
-class LogMinMax(PseudoLog):
+class LogMinMax(Coded):
     """Codes of b bits and a 16-bit header per block: first unit (8 bits), cells per unit k (8 bits).
 
     With w units between minimum and maximum, k = min(255, floor(2^b / w)), the relative error of the root
@@ -45,6 +49,12 @@ class LogMinMax(PseudoLog):
     bits: int = 8
     block: int = 64
     rounding: Rounding = "auto"
+
+    of = "sqrt"
+    signed = False
+    plus_zero = True
+    positive = True
+    still = True  # cells move only where a block comes to span another number of units, a few times in a run at most
 
     unit = 22
     """log2 of a unit, half an octave of a root, as an integer pattern."""
@@ -95,6 +105,9 @@ class LogMinMax(PseudoLog):
     def fields(self) -> dict[str, Field]:
         return narrow.fields(self.bits) | {"range": Field(i16, self.block)}
 
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        return self._encode(x, noise)[0]
+
     def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
         parts, cells, start, code = self._encode(x, noise)
         step = self.step(cells)
@@ -132,7 +145,7 @@ class LogMinMax(PseudoLog):
             offset = noise.fraction(24) + (half * scale - (1 << 23))
         else:
             base, offset = start, 0
-        # Sum, minimum and maximum with 0 are one instruction on sm_90; C++ turns it round (driver/cpp_text.py).
+        # Sum, minimum and maximum with 0 are one instruction on sm_90.
         position = maximum(minimum(pattern - base, largest - base), 0) * scale + offset
         code = lshr(position, 24)
         header = ((first - (self.lowest >> unit)) << 8) | cells
@@ -157,6 +170,12 @@ class LogMinMax(PseudoLog):
         return from_bits(middle + narrow.joined(parts, self.bits) * step)
 
     # -- what is known of the error, of a block that spans so many units; by default as many as it may
+
+    def stuck(self, decay: float) -> tuple[int, float, str]:
+        return 1 << self.bits, 1.0, "value"  # unsigned: never a signed average's format
+
+    def keeps_zero(self) -> bool:
+        return False
 
     def cells_of(self, units: int) -> int:
         """Return how many cells a unit is cut into."""
@@ -186,8 +205,8 @@ class LogMinMax(PseudoLog):
         last one ends at most a unit and a margin above the maximum.
         """
         free = self.margin(units)
-        below = (units - 1 - free) * 0.5 - self.lowest_reading(units) / 2**23 - BEND
-        return tenths((units - 1 - 2 * free) * 0.5 - BEND), tenths(below)
+        below = (units - 1 - free) * 0.5 - self.lowest_reading(units) / 2**23 - _BEND
+        return _tenths((units - 1 - 2 * free) * 0.5 - _BEND), _tenths(below)
 
     def bound(self, units: int = 0) -> Bound:
         units = units or self.most
@@ -203,7 +222,7 @@ class LogMinMax(PseudoLog):
         valid = (
             f"for a block whose roots span at most {span:g} octaves; what lies further below the block's maximum "
             f"reads as at most {below:g} octaves under it, what lies under 2^-63 as at most 1.5 cells more than that"
-            f"{INFINITE}"
+            f"{_INFINITE}"
         )
         return Bound(value, "root", valid, slack)
 
@@ -211,7 +230,9 @@ class LogMinMax(PseudoLog):
         """The relative error for as many units as the block can span; what is far below its maximum reads as more."""
         import torch
 
-        lost, value = self.finite(self.counted(x, root), view)
+        value = self.counted(x, root)
+        lost = ~(view.largest(value.magnitude(), self.block) < math.inf)
+        value = value.spanning(where(lost, 1.0, value.lo), where(lost, 1.0, value.hi))
         down = torch.nextafter(value.lo.float(), torch.tensor(0.0))
         up = torch.nextafter(value.hi.float(), torch.tensor(math.inf))
         top, bottom = view.largest(up, self.block), view.smallest(down, self.block)
@@ -234,7 +255,15 @@ class LogMinMax(PseudoLog):
         # The pattern at which the codes of the block start at the highest; what lies below is raised.
         start = torch.maximum(unit_of(bottom, -least), above - self.most).clamp(min=self.lowest >> self.unit)
         raised = (start << self.unit) + table(self.lowest_reading)[units].long()
-        return self.spread(value, lost, relative, raised.int().view(torch.float32).double())
+        low = minimum(value.lo, of_pattern(self.highest)) * (1 - relative)
+        high = maximum(value.hi * (1 + relative), raised.int().view(torch.float32).double())
+        kept = value.spanning(where(lost, math.nan, low.clamp(min=0)), where(lost, math.nan, high))
+        return kept * kept
 
     def cell(self) -> float:
         return (1 + 0.5 / self.cells_of(self.most)) ** 2 - 1
+
+
+def _tenths(octaves: float) -> float:
+    """Return a number of octaves cut to a tenth."""
+    return math.floor(10 * octaves) / 10
