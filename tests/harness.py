@@ -18,7 +18,7 @@ import textwrap
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -218,6 +218,25 @@ class Pair:
         scalars = function(step, 1.0, **self.values(hypers))[:count]
         assert not list(eager_step(self.spec, self.case, buffers, g, scalars, key, stream))
 
+    def differing(
+        self, weights: Sequence[torch.Tensor], steps: Iterable[Sequence[torch.Tensor]], run: Callable[..., None],
+        **hypers: Any,
+    ) -> list[str]:  # fmt: skip
+        """Train tensors along the gradients of some steps by the reference, and by `run_together` or `run_cpp`; name
+        what these store with other bits after the first step that differs."""
+        ours, theirs = ([self.buffers(w.shape, w) for w in weights] for _ in range(2))
+        for step, grads in enumerate(steps, 1):
+            key, found = 0x1234567 * step, []
+            for k, (mine, g) in enumerate(zip(ours, grads, strict=True)):
+                self.run_reference(mine, g, step, key, 99 + k, **hypers)
+            items = [(other, g, 99 + k) for k, (other, g) in enumerate(zip(theirs, grads, strict=True))]
+            run(items, step, key, **hypers)
+            for w, mine, other in zip(weights, ours, theirs, strict=True):
+                found += [f"{x} of {[*w.shape]} at {step}" for x in mine if not same_bits(mine[x], other[x])]
+            if found:
+                return found
+        return []
+
     def run_triton(
         self, buffers: dict[str, torch.Tensor], g: torch.Tensor, step: int, key: int, stream: int, tiles: int = 4,
         **hypers: Any,
@@ -390,6 +409,18 @@ def _headers(by: native.Compiler, flags: tuple[str, ...], sets: Sequence[native.
     return path
 
 
+def of_many_sizes(shapes: Sequence[Sequence[int]], dtype: torch.dtype, draw: torch.Generator) -> Iterator[Any]:
+    """Yield the gradients of three steps, of sizes from 1e-8 to 1e2; a third of the second ones is 0."""
+    for step in range(3):
+        grads = []
+        for shape in shapes:
+            scale = 10.0 ** float(torch.randint(-8, 3, (), generator=draw))
+            grads.append((torch.randn(tuple(shape), generator=draw) * scale).to(dtype))
+            if step == 1:
+                grads[-1].view(-1)[::3] = 0
+        yield grads
+
+
 def by_element(tensor: torch.Tensor, f: Field, shape: tuple[int, ...]) -> torch.Tensor:
     """A field's entries, flat: of packed codes, those of a tensor of that shape, one by one."""
     if f.width == 1:
@@ -415,3 +446,12 @@ def make_step(opt: Any) -> None:
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     # contiguous() lets one element keep its stride of 0, which view() refuses
     return torch.equal(*(x.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for x in (a, b)))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return True for equal values; of floats NaN is NaN and a zero's sign counts."""
+    if not isinstance(a, torch.Tensor):
+        return bool(a == b or (a != a and b != b))
+    if a.dtype.is_floating_point:
+        return bool((a.isnan() == b.isnan()).all()) and same_bits(a.nan_to_num(0.0), b.nan_to_num(0.0))
+    return same_bits(a, b)

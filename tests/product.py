@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,7 +38,7 @@ from optgen.runtime.step import backends
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
 from optgen.verify.intervals import STRICT, Rounding
-from tests import harness
+from tests import harness, training
 from tests.harness import Pair, package, plan_of, spec_of
 
 ROOT = Path(__file__).parents[1]
@@ -402,36 +402,19 @@ def differing(
 
     All shapes are trained together, through the runtime.  Needs a process that interprets or emulates Triton kernels.
     """
-    made, spec = optimizer_class(cell, folder), spec_of(cell.spec)
-    options = hypers_of(cell, lr=1e-2, weight_decay=1e-2)
-    flags = flags_of(cell)
+    made, spec, flags = optimizer_class(cell, folder), spec_of(cell.spec), flags_of(cell)
+    options = hypers_of(cell, lr=1e-2, weight_decay=1e-2) | {f.name: flags[f.name] for f in spec.flags if not f.derived}
     fed = [name for name in made.INPUTS if all(flags[f.name] for f in spec.flags if f.fed == name)]
-    options |= {f.name: flags[f.name] for f in spec.flags if not f.derived}
-    shapes = fitting(cell, shapes)
-    kept: dict[str, list[dict[str, Any]]] = {}
+    how: dict[str, Any] = dict(steps=steps, sizes=(-6, 1), fed=fed, plan=cell.plan, **options)
+    kept = {}
     for backend in ("reference", *(b for b in others if b != "cpp" or native.compiler() is not None)):
-        draw = torch.Generator().manual_seed(zlib.crc32(str(cell).encode()))
-        params = [torch.nn.Parameter(torch.randn(s, generator=draw).to(getattr(torch, cell.param))) for s in shapes]
-        opt = made(params, **options, plan=cell.plan, backend=backend)
         with mock.patch.object(backends, "able", wraps=backends.able) as asked:
-            for _ in range(steps):
-                for p in params:
-                    size = 10.0 ** float(torch.randint(-6, 1, (), generator=draw))
-                    p.grad = (torch.randn(p.shape, generator=draw) * size).to(p.dtype)
-                if fed:
-                    opt.feed(**{name: [torch.rand(p.shape, generator=draw) for p in params] for name in fed})
-                harness.make_step(opt)
+            seed, dtype = zlib.crc32(str(cell).encode()), getattr(torch, cell.param)
+            kept[backend] = training.trained(made, backend, fitting(cell, shapes), dtype, seed=seed, **how)
         used = {backends.able(*call.args) for call in asked.call_args_list}
         assert used == {backend}, f"{cell}: {used} in the place of {backend}"
-        kept[backend] = [{"p": p.detach(), **opt.state[p]} for p in params]
-    found = []
-    for backend, after in kept.items():
-        for shape, ours, theirs in zip(shapes, after, kept["reference"], strict=True):
-            assert ours.keys() == theirs.keys()
-            for name, x in theirs.items():
-                same = harness.same_bits(ours[name], x) if isinstance(x, Tensor) else ours[name] == x
-                found += [] if same else [f"{name} of {shape} by {backend}"]
-    return found
+    exact = partial(training.different, kept["reference"], exact=True)
+    return [f"{x} by {backend}" for backend, opt in kept.items() for x in exact(opt)]
 
 
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

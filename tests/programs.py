@@ -744,15 +744,6 @@ def is_coded(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not x.dtype.is_floating_point
 
 
-def same(a: Any, b: Any) -> bool:
-    """Return True for equal values; of floats NaN is NaN and a zero's sign counts."""
-    if not isinstance(a, torch.Tensor):
-        return bool(a == b or (a != a and b != b))
-    if a.dtype.is_floating_point:
-        return bool((a.isnan() == b.isnan()).all()) and harness.same_bits(a.nan_to_num(0.0), b.nan_to_num(0.0))
-    return harness.same_bits(a, b)
-
-
 def differing(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], case: Case) -> list[str]:
     """Return what two backends keep differently; the codes of a parameter that has a NaN anywhere are not compared."""
     found = []
@@ -760,7 +751,7 @@ def differing(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], case: Ca
         floats = [v for v in (*a.values(), *b.values()) if isinstance(v, torch.Tensor) and v.dtype.is_floating_point]
         lost = any(not v.isfinite().all() for v in floats)
         for name in a:
-            if not (is_coded(a[name]) and lost) and not same(a[name], b[name]):
+            if not (is_coded(a[name]) and lost) and not harness.same(a[name], b[name]):
                 found.append(f"{name} of {shape}")
     return found
 

@@ -1,12 +1,10 @@
 """Steps of several stages: C++ kernels give the eager reference's bits in strict maths, and keep fast maths' bound."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import optgen
 from optgen.formats import Blocked
@@ -17,7 +15,8 @@ from optgen.lang import (  # isort: skip
 )  # fmt: skip
 from optgen.runtime.cpu import cpu, native
 from specs import plans
-from tests.harness import optimized, same_bits
+from tests.harness import optimized
+from tests.training import different, has_plan, trained
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
 
@@ -45,42 +44,6 @@ def statistics(
     return p, m, r, c, s
 
 
-def train(
-    cls: Any, backend: str, dtype: torch.dtype, plan: str, shapes: Sequence[tuple[int, ...]],
-    grad: torch.dtype | None = None, odd: float | None = None,
-) -> tuple[list[Tensor], list[dict[str, Any]], Any]:  # fmt: skip
-    """(weights, states, the optimizer) after three steps; `odd`: a number that stands in the last gradients."""
-    draw = torch.Generator().manual_seed(5)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in shapes]
-    opt = cls(params, backend=backend, plan=plan, lr=1e-2)
-    for step in range(3):
-        for p in params:
-            scale = 10.0 ** float(torch.randint(-6, 3, (), generator=draw))
-            p.grad = (torch.randn(p.shape, generator=draw) * scale).to(dtype)
-            if step == 2 and odd is not None and p.numel():
-                p.grad.view(-1)[p.numel() // 2] = odd
-            if grad is not None:
-                p.grad_dtype = None
-                p.grad = p.grad.to(grad)
-        opt.step()
-    return [p.detach() for p in params], [dict(opt.state[p]) for p in params], opt
-
-
-def compare(ours: Any, theirs: Any, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Bit for bit, where a NaN is a NaN."""
-
-    def same(a: Tensor, b: Tensor) -> bool:
-        if same_bits(a, b):
-            return True
-        return a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and same_bits(a.nan_to_num(), b.nan_to_num())
-
-    for shape, a, b, s, t in zip(shapes, ours[0], theirs[0], ours[1], theirs[1], strict=True):
-        assert same(a, b), shape
-        assert s.keys() == t.keys()
-        for key, value in s.items():
-            assert same(value, t[key]) if isinstance(value, Tensor) else value == t[key], (shape, key)
-
-
 def dtype_for(plan: str) -> torch.dtype:
     return torch.float32 if plan == "fp32" else torch.bfloat16
 
@@ -94,11 +57,11 @@ def test_same_bits(name: str, plan: str, isa: str, monkeypatch: pytest.MonkeyPat
     """The second and third step are made by the plan of the first."""
     monkeypatch.setenv("OPTGEN_ISA", isa)
     cls = optgen.compile(name, plan, maths="strict")
-    ours = train(cls, "reference", dtype_for(plan), plan, SHAPES)
+    ours = trained(cls, "reference", SHAPES, dtype_for(plan), plan=plan, lr=1e-2)
     with optimized() if (plan, isa) == ("int8_split24", ISAS[0]) else nullcontext():
-        theirs = train(cls, "cpp", dtype_for(plan), plan, SHAPES)
-    compare(ours, theirs, SHAPES)
-    assert theirs[2]._stepper.plans.kept
+        theirs = trained(cls, "cpp", SHAPES, dtype_for(plan), plan=plan, lr=1e-2)
+    assert not different(ours, theirs)
+    assert has_plan(theirs)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +78,8 @@ def test_same_bits_for_other_gradients_and_where_the_plan_divides_the_step(
 ) -> None:
     """A plan's rows and columns turn the rule's sums over the tensor into sums of rows."""
     cls = optgen.compile(name, plan, maths="strict")
-    ours = train(cls, "reference", dtype_for(plan), plan, SHAPES, grad)
-    compare(ours, train(cls, "cpp", dtype_for(plan), plan, SHAPES, grad), SHAPES)
+    sides = [trained(cls, x, SHAPES, dtype_for(plan), plan=plan, lr=1e-2, grad=grad) for x in ("reference", "cpp")]
+    assert not different(*sides)
 
 
 MATRICES = [shape for shape in SHAPES if len(shape) > 1]
@@ -129,9 +92,9 @@ def test_sums_and_maxima_of_one_value(block: int, odd: float | None) -> None:
     plan = plans.fp32 if block == 1 else plans.int8_split24.but(f"blocks_of_{block}", signed=Blocked(8, block))
     cls = optgen.compile(statistics, plan, maths="strict")
     dtype = dtype_for(plan.name)
-    ours = train(cls, "reference", dtype, plan.name, MATRICES, odd=odd)
     with optimized() if block == 16 else nullcontext():
-        compare(ours, train(cls, "cpp", dtype, plan.name, MATRICES, odd=odd), MATRICES)
+        sides = [trained(cls, x, MATRICES, dtype, plan=plan.name, lr=1e-2, odd=odd) for x in ("reference", "cpp")]
+    assert not different(*sides)
 
 
 @pytest.mark.parametrize("maths", ["strict", "fast"])
@@ -143,6 +106,5 @@ def test_any_number_of_threads_gives_the_same_bits(
     found = []
     for threads in (1, 2, 7):
         monkeypatch.setattr(cpu, "threads", lambda elements, threads=threads: threads)
-        found.append(train(cls, "cpp", dtype_for(plan), plan, SHAPES))
-    compare(found[0], found[1], SHAPES)
-    compare(found[0], found[2], SHAPES)
+        found.append(trained(cls, "cpp", SHAPES, dtype_for(plan), plan=plan, lr=1e-2))
+    assert not different(found[0], found[1]) + different(found[0], found[2])

@@ -5,6 +5,7 @@ import subprocess
 import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,40 +38,20 @@ def in_turn(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     ]  # fmt: skip
 
 
-def steps(
-    pair: harness.Pair, param: str, grad: str, isa: str, threads: int, salt: int = 0, shapes: Any = SHAPES
-) -> list[dict[str, torch.Tensor]]:
-    """The buffers of every shape after three steps; beside them the reference's, compared bit by bit."""
-    generator = torch.Generator().manual_seed(salt)
-    ours, theirs = [], []
-    for shape in shapes:
-        weight = torch.randn(shape, generator=generator)
-        ours.append(pair.buffers(shape, weight))
-        theirs.append(pair.buffers(shape, weight))
-    for step in range(1, 4):
-        grads = []
-        for shape in shapes:
-            scale = 10.0 ** float(torch.randint(-8, 3, (), generator=generator))
-            g = (torch.randn(shape, generator=generator) * scale).to(getattr(torch, grad))
-            if step == 2:
-                g.view(-1)[::3] = 0
-            grads.append(g)
-        key = 0x1234567 * step
-        for k, (buffers, g) in enumerate(zip(ours, grads, strict=True)):
-            pair.run_reference(buffers, g, step, key, 99 + k, lr=1e-2)
-        items = [(buffers, g, 99 + k) for k, (buffers, g) in enumerate(zip(theirs, grads, strict=True))]
-        pair.run_cpp(items, step, key, isa=isa, threads=threads, lr=1e-2)
-        for shape, a, b in zip(shapes, ours, theirs, strict=True):
-            for name in a:
-                assert harness.same_bits(a[name], b[name]), (shape, step, name)
-    return theirs
+def differing(pair: harness.Pair, param: str, isa: str, salt: int = 0, shapes: Any = SHAPES) -> list[str]:
+    """Name what three steps on two threads store otherwise than the reference."""
+    draw = torch.Generator().manual_seed(salt)
+    weights = [torch.randn(shape, generator=draw) for shape in shapes]
+    run = partial(pair.run_cpp, isa=isa, threads=2)
+    return pair.differing(weights, harness.of_many_sizes(shapes, getattr(torch, param), draw), run, lr=1e-2)
 
 
 @pytest.mark.parametrize(("name", "plan", "param", "flags", "isa"), in_turn(CASES), ids=str)
 def test_same_bits(name: str, plan: str, param: str, flags: dict[str, bool], isa: str, tmp_path: Path) -> None:
     users = isa == ISAS[0].name or (name, plan) == ("adamw", "int8_split24")
     with nullcontext() if users else harness.unoptimized():
-        steps(strict(name, plan, tmp_path, param, flags), param, param, isa, 2, zlib.crc32(f"{name} {plan}".encode()))
+        salt = zlib.crc32(f"{name} {plan}".encode())
+        assert not differing(strict(name, plan, tmp_path, param, flags), param, isa, salt)
 
 
 @pytest.mark.parametrize("cache", [1 << 14, 1 << 20])
@@ -78,7 +59,8 @@ def test_tiles_of_any_size_give_the_same_bits(cache: int, tmp_path: Path, monkey
     """As large as the first-level cache allows: states go from one machine to another."""
     monkeypatch.setattr(native, "first_level_cache", lambda: cache)
     pair = strict("adamw", "int8_split24", tmp_path)
-    steps(pair, "bfloat16", "bfloat16", ISAS[0].name, 2, shapes=[(2 * 8192 + 16 * 64 + 70,), (5, 1024), (17 * 64,)])
+    shapes = [(2 * 8192 + 16 * 64 + 70,), (5, 1024), (17 * 64,)]
+    assert not differing(pair, "bfloat16", ISAS[0].name, shapes=shapes)
 
 
 @pytest.mark.parametrize("isa", ISAS, ids=[isa.name for isa in ISAS])

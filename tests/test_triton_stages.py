@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -35,7 +34,7 @@ from specs.lamb import lamb
 # The interpreter computes in lanes that hold nothing, too.
 from tests.harness import package
 from tests.test_kernel_stats import assert_within_budget, counted
-from tests.training import bits
+from tests.training import different, trained
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -85,28 +84,6 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     return lambda spec, plan, maths="strict": built(spec, PLANS[plan], maths, folder)
 
 
-Result = tuple[list[Tensor], list[dict[str, Any]]]
-
-
-def trained(made: Any, shapes: Shapes, backend: str, dtype: torch.dtype, steps: int = 3) -> Result:
-    """Weights and states after a few steps with gradients of many sizes."""
-    draw = torch.Generator().manual_seed(len(shapes))
-    params = [torch.nn.Parameter(torch.randn(s, generator=draw).to(dtype)) for s in shapes]
-    opt = made(params, lr=1e-2, backend=backend)
-    for _ in range(steps):
-        for p in params:
-            size = 10.0 ** float(torch.randint(-3, 2, (), generator=draw))
-            p.grad = (torch.randn(p.shape, generator=draw) * size).to(dtype)
-        opt.step()
-    return [p.data for p in params], [dict(opt.state[p]) for p in params]
-
-
-def assert_same(one: Result, other: Result, shapes: Shapes) -> None:
-    for p, q, s, t, shape in zip(one[0], other[0], one[1], other[1], shapes, strict=True):
-        ours, theirs = bits({"p": p, **s}), bits({"p": q, **t})
-        assert ours == theirs, (shape, [key for key in ours if ours[key] != theirs[key]])
-
-
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of kernels that each step of several stages launched: 0 where eager torch stepped in silently."""
@@ -150,9 +127,10 @@ def test_strict_kernels_give_the_bits_of_eager_torch(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(stages, "ROWS", 8)  # which are fewer tiles for the interpreter
     made = build(spec, plan)
-    eager = trained(made, shapes, "reference", dtype)
+    how: dict[str, Any] = dict(dtype=dtype, seed=len(shapes), sizes=(-3, 2), lr=1e-2)
+    eager = trained(made, "reference", shapes, **how)
     assert not launches
-    assert_same(eager, trained(made, shapes, "triton", dtype), shapes)
+    assert not different(eager, trained(made, "triton", shapes, **how))
     assert len(launches) >= 3
     assert all(launches)
 

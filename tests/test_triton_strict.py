@@ -26,21 +26,10 @@ CASES = [
 @pytest.mark.parametrize(("name", "plan", "param", "flags"), CASES, ids=lambda x: str(x))
 def test_same_bits(name: str, plan: str, param: str, flags: dict[str, bool], tmp_path: Path) -> None:
     pair = harness.strict(name, plan, tmp_path, param, flags)
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {plan}".encode()))
-    weights = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    ours, theirs = ([pair.buffers(w.shape, w) for w in weights] for _ in range(2))
-    for step in range(1, 4):
-        grads = []
-        for shape in SHAPES:
-            scale = 10.0 ** float(torch.randint(-8, 3, (), generator=generator))
-            grads.append((torch.randn(shape, generator=generator) * scale).to(getattr(torch, param)))
-            if step == 2:
-                grads[-1].view(-1)[::3] = 0
-        for mine, g in zip(ours, grads, strict=True):
-            pair.run_reference(mine, g, step, 0x1234567 * step, 99, lr=1e-2)
-        pair.run_together([(x, g, 99) for x, g in zip(theirs, grads, strict=True)], step, 0x1234567 * step, lr=1e-2)
-        for shape, mine, other in zip(SHAPES, ours, theirs, strict=True):
-            assert not [key for key in mine if not harness.same_bits(mine[key], other[key])], (shape, step)
+    draw = torch.Generator().manual_seed(zlib.crc32(f"{name} {plan}".encode()))
+    weights = [torch.randn(shape, generator=draw) for shape in SHAPES]
+    gradients = harness.of_many_sizes(SHAPES, getattr(torch, param), draw)
+    assert not pair.differing(weights, gradients, pair.run_together, lr=1e-2)
 
 
 @optimizer()

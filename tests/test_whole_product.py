@@ -55,7 +55,8 @@ def kept() -> Path:
     """Return the folder of results of these sources, of this test, and of the versions that they run with."""
     folders = ("optgen", "specs", "tests/ptx")
     files = [p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix != ".pyc" and p.is_file()]
-    files += [ROOT / "tests" / f"{name}.py" for name in ("product", "harness", "interpreter", "test_whole_product")]
+    own = ("product", "harness", "training", "interpreter", "test_whole_product")
+    files += [ROOT / "tests" / f"{name}.py" for name in own]
     by = native.compiler()
     versions = [torch.__version__, metadata.version("triton"), metadata.version("numpy")]  # the interpreter's numbers
     digest = hashlib.sha256(repr([*versions, by and by.version, native.isa().name]).encode())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import optgen
 from optgen.runtime import Optimizer
 from optgen.runtime.step import plan
+from tests import harness
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -61,6 +62,44 @@ def train(opt: torch.optim.Optimizer, steps: Iterable[int]) -> None:
     for step in steps:
         give(params_of(opt), step)
         opt.step()
+
+
+def trained(
+    cls: Any, backend: str, shapes: Iterable[Sequence[int]], dtype: torch.dtype = torch.float32, *, steps: int = 3,
+    seed: int = 5, sizes: tuple[int, int] = (-6, 3), grad: torch.dtype | None = None, odd: float | None = None,
+    fed: Sequence[str] = (), **options: Any,
+) -> Any:  # fmt: skip
+    """Return an optimizer of drawn parameters after some steps.
+
+    sizes  exponents of 10 of the gradients' sizes, from and below which they are drawn
+    odd    a number that stands in the middle of the last gradients
+    fed    inputs that are fed at each step
+    """
+    draw = torch.Generator().manual_seed(seed)
+    params = [nn.Parameter(torch.randn(tuple(shape), generator=draw).to(dtype)) for shape in shapes]
+    opt = cls(params, backend=backend, **options)
+    for step in range(steps):
+        for p in params:
+            if grad:
+                p.grad_dtype = None
+            size = 10.0 ** float(torch.randint(*sizes, (), generator=draw))
+            p.grad = (torch.randn(p.shape, generator=draw) * size).to(dtype).to(grad or dtype)
+            if step == steps - 1 and odd is not None and p.numel():
+                p.grad.view(-1)[p.numel() // 2] = odd
+        if fed:
+            opt.feed(**{name: [torch.rand(p.shape, generator=draw) for p in params] for name in fed})
+        harness.make_step(opt)
+    return opt
+
+
+def different(ours: Any, theirs: Any, exact: bool = False) -> list[str]:
+    """Name what two optimizers keep with other bits; a NaN is a NaN, unless `exact`."""
+    found, same = [], (lambda x, y: bits(x) == bits(y)) if exact else harness.same
+    for p, q in zip(params_of(ours), params_of(theirs), strict=True):
+        a, b = {"p": p.detach(), **ours.state[p]}, {"p": q.detach(), **theirs.state[q]}
+        assert a.keys() == b.keys()
+        found += [f"{name} of {list(p.shape)}" for name in a if not same(a[name], b[name])]
+    return found
 
 
 def has_plan(opt: Any) -> bool:

@@ -135,17 +135,10 @@ def different(pair: harness.Pair, param: str) -> list[str]:
     """Return the tensors in which steps of the compiled kernel and of the reference differ."""
     draw, dtype = torch.Generator().manual_seed(3), getattr(torch, param)
     weights = [torch.randn(shape, generator=draw) for shape in SHAPES]
-    ours, theirs = ([pair.buffers(w.shape, w) for w in weights] for _ in range(2))
-    for step in (1, 2):
-        grads = [torch.randn(shape, generator=draw) for shape in SHAPES]
-        for g in grads:
-            g.view(-1)[::5] *= 1e-39  # subnormal, as its square is
-        grads = [g.to(dtype) for g in grads]
-        for mine, g in zip(ours, grads, strict=True):
-            pair.run_reference(mine, g, step, 0x1234567 * step, 99, lr=1e-2)
-        pair.run_together([(x, g, 99) for x, g in zip(theirs, grads, strict=True)], step, 0x1234567 * step, lr=1e-2)
-    both = zip(ours, theirs, strict=True)
-    return [name for mine, other in both for name in mine if not harness.same_bits(mine[name], other[name])]
+    steps = [[torch.randn(shape, generator=draw) for shape in SHAPES] for _ in range(2)]
+    for g in (g for grads in steps for g in grads):
+        g.view(-1)[::5] *= 1e-39  # subnormal, as its square is
+    return pair.differing(weights, [[g.to(dtype) for g in grads] for grads in steps], pair.run_together, lr=1e-2)
 
 
 def fused(ptx: str) -> str:
