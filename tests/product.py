@@ -10,7 +10,7 @@ import itertools
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
@@ -26,14 +26,15 @@ from optgen.driver import emit, judge, targets
 from optgen.driver.targets import Case
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import postorder
-from optgen.lang.spec import MatrixKind, Spec
-from optgen.lower import matrix_of, needs_matrix
-from optgen.ops import dtypes, spaces
+from optgen.lang.spec import Spec
+from optgen.lower import needs_matrix
+from optgen.ops import dtypes
 from optgen.runtime import records
 from optgen.runtime.cpu import native
-from optgen.runtime.layout import layout, plans
+from optgen.runtime.layout import layout
 from optgen.runtime.records import join, sums
 from optgen.runtime.records.keys import step_key, stream_key
+from optgen.runtime.states import state
 from optgen.runtime.step import backends
 from optgen.verify import differential
 from optgen.verify.differential import Report, Values
@@ -205,27 +206,9 @@ class Built:
     pair: join.Pair
     variant: records.Variant
 
-    def decode(self, *tensors: Tensor, shape: torch.Size) -> dict[str, Tensor]:
-        """Return the weight and the states of a parameter of that shape, fp32."""
-        return plans.storage(self.pair, self.variant).decode(*tensors)
-
-    def encode(self, values: Mapping[str, Tensor], shape: torch.Size) -> dict[str, Tensor]:
-        """Return the fields of values of a parameter of that shape."""
-        return plans.storage(self.pair, self.variant).encode(values)
-
-    @property
-    def scalars(self) -> Callable[..., tuple[float, ...]]:
-        """The host's function of the scalars of a step."""
-        return self.variant.host[0]
-
     @property
     def storage(self) -> Storage:
         return self.case.storage
-
-    @property
-    def matrix(self) -> MatrixKind:
-        """The matrix whose rows and columns the storage has."""
-        return matrix_of(self.spec, self.case.flags, self.storage)
 
     @property
     def in_stages(self) -> bool:
@@ -254,7 +237,9 @@ class Run:
         self.stream = stream_key(0) if stream is None else stream
         self.hypers = hypers_of(built.cell, **hypers)
         self.host_states = dict(built.variant.host_states)
-        self.buffers = fresh(built, weight, self.hypers)
+        p = weight.to(getattr(torch, built.cell.param), copy=True)
+        made = state.create(built.pair, built.variant, p, {}, self.hypers)
+        self.buffers = {"p": p} | {f.name: made[f.name] for f in built.variant.fields}
 
     def copy(self) -> Run:
         """The same run at the same step, on buffers of its own."""
@@ -266,7 +251,7 @@ class Run:
 
     def scalars(self) -> tuple[float, ...]:
         """The next step's host scalars, and then the new host states."""
-        return self.built.scalars(self.steps + 1, 1.0, **self.hypers, **self.host_states)
+        return self.built.variant.host[0](self.steps + 1, 1.0, **self.hypers, **self.host_states)
 
     def step(self, g: Tensor) -> None:
         """One step in place."""
@@ -280,18 +265,10 @@ class Run:
                 total = done.send(sums.in_lanes(total[0].reshape(1)))
         self.host_states = dict(zip(self.host_states, values[count:], strict=True))
 
-    def _seen(self, x: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as kernels see it."""
-        return x.view(layout.matrix_shape(self.built.matrix, x.shape))
-
     def decoded(self) -> dict[str, Tensor]:
         """The fp32 weight under "p" and the fp32 states."""
-        shape = self.buffers["p"].shape
-        stored = [self.buffers["p"], *(self.buffers[f.name] for f in self.built.variant.fields if f.wide)]
-        made = self.built.decode(*(self._seen(x) if x.shape == shape else x for x in stored), shape=shape)
-        return {name: x.view(shape) for name, x in made.items()} | {
-            name: self.buffers[name].float() for name in small_states(self.built)
-        }
+        pair, variant = self.built.pair, self.built.variant
+        return layout.decode(pair, variant, self.buffers["p"], self.buffers, ("p", *variant.states))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -349,42 +326,6 @@ class Oracle:
         self.p, self.states, self.host_states = self.built.spec.evaluate(
             self.p, g.double(), self.steps, self.states, self.host_states, **self.hypers
         )
-
-
-def small_states(built: Built) -> dict[str, str]:
-    """State -> space of those that are kept per row, column or tensor, as they are."""
-    present = built.spec.present(flags_of(built.cell))
-    return {s.name: s.space.name for s in present if s.space.name in spaces.SMALL}
-
-
-def fresh(built: Built, weight: Tensor, hypers: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the buffers of a new optimizer for this weight, as the runtime starts its fields."""
-    rounded = weight.to(getattr(torch, built.cell.param))
-    values = {"p": rounded.float()}
-    starts, few = {"p"}, small_states(built)
-    for decl in built.spec.present(flags_of(built.cell)):
-        if decl.init == "param":
-            values[decl.name] = rounded.float()
-        else:
-            shape = rounded.shape if decl.space.name == "elem" else (1,)
-            first = hypers[decl.init] if isinstance(decl.init, str) else decl.init
-            values[decl.name] = torch.full(shape, float(first))
-        if decl.init != 0.0:
-            starts.add(decl.name)
-    seen = layout.matrix_shape(built.matrix, weight.shape)
-    encoded = built.encode({k: v.view(seen) if v.shape == weight.shape else v for k, v in values.items()}, weight.shape)
-    out = {}
-    for f in built.variant.fields:
-        if f.owner in few:
-            shape = layout.value_shape(few[f.owner], weight.shape, built.spec.matrix)
-            out[f.name] = torch.full(shape, values[f.owner].item(), dtype=f.torch_dtype)
-            continue
-        whole = f.space == "elem" and f.per == 1
-        out[f.name] = encoded[f.name].clone().contiguous().view(weight.shape if whole else encoded[f.name].shape)
-        if f.owner not in starts:
-            out[f.name].fill_(f.zero)
-    out["p"] = rounded.clone()
-    return out
 
 
 def optimizer_class(cell: Cell, folder: Path) -> Any:
