@@ -53,7 +53,6 @@ WHEN = {
     "fp32": "your weights are fp32 and memory is no concern; the baseline of all comparisons.",
     "fp32_master": "you want what mixed precision with an fp32 copy does, exactly.",
     "split32": "you want exact fp32 weights in bf16 training for 2 bytes less than a copy.",
-    "bf16_kahan": "you want bf16 weights with their rounding error beside them, rounded without random bits.",
     "bf16_sr": "weights may round stochastically and 6 bytes are few enough.",
     "int8_split24": "you have no reason to take another one: the default.",
     "int8": "your weights are fp32 and stay so.",
@@ -471,7 +470,7 @@ def shown(x: Any) -> str:
 def formats() -> Iterator[type]:
     import optgen.formats as room
 
-    for name in "Blocked LogMinMax Codebook Fp8 Rank1 Factored Split Copy Kahan Native".split():
+    for name in "Blocked LogMinMax Codebook Fp8 Rank1 Factored Split Copy Native".split():
         yield getattr(room, name)
 
 

@@ -14,7 +14,6 @@ from optgen.formats import (
     Ecc8,
     Factored,
     Fp8,
-    Kahan,
     LogMinMax,
     Native,
     Plan,
@@ -40,14 +39,6 @@ bf16 = Plan(
 bf16_sr = Plan(
     "bf16 weight and moments, all rounded stochastically: 6 bytes per parameter.",
     master=Native("stochastic"),
-    signed=floats.bf16_auto,
-    nonneg=floats.bf16_auto,
-    small_numel=0,
-)
-
-bf16_kahan = Plan(
-    "bf16 weight with Kahan compensation, bf16 moments rounded stochastically: 8 bytes per parameter.",
-    master=Kahan(),
     signed=floats.bf16_auto,
     nonneg=floats.bf16_auto,
     small_numel=0,

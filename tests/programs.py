@@ -512,7 +512,7 @@ def plans(draw: Callable[..., Any]) -> str:
 
     parts = [f"signed={signed()}", f"nonneg={nonneg()}"]
     splits = ("Split(8)", "Split(16)", "Split(8, 'nearest')")
-    master = pick("", *splits, "Copy()", "Kahan()", "Ecc8()", "Native('stochastic')")
+    master = pick("", *splits, "Copy()", "Ecc8()", "Native('stochastic')")
     parts += [f"master={master}"] if master else []
     parts += ["matrices=8"] if pick(0, 1) else []
     parts += [f"initial={pick('floats.bf16', 'floats.bf16_auto')}"] if not pick(1, 1, 0) else []

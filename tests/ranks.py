@@ -267,7 +267,7 @@ def element_wise_rules(here: Here) -> None:
     unlike = [(40, 26 * n + 1), (1000, 3), (9, 1601), (6, 2 * n, 3, 3)]
     for cls, plan, columns in (
         (optim.AdamW, "int8_split24", in_blocks),
-        (optim.AdamW, "bf16_kahan", []),
+        (optim.AdamW, "split32", []),
         (optim.AdamW, "bf16_sr", unlike),
         (optim.AdamW, "fp32_master", [(40, 26 * n + 1), (3, 4, 5, 7)]),
         (optim.Lion, "int8_split24", []),

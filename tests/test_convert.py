@@ -39,7 +39,7 @@ class Net(nn.Module):
         ("int8_split24", "fp32_master", torch.bfloat16),
         ("split32", "flashoptim", torch.bfloat16),
         ("fp32", "int8", torch.float32),
-        ("int8", "bf16_kahan", torch.float32),
+        ("int8", "split32", torch.float32),
         ("int8_split24", "int8_split24", torch.float16),
         ("int8_split24", "int4_split24", torch.bfloat16),
     ],

@@ -26,7 +26,7 @@ RULES = (
     "sam(adamw)", "gsam(adamw)", "several",
 )  # fmt: skip
 PLANS = (
-    "fp32", "bf16", "bf16_sr", "bf16_kahan", "fp32_master", "split32", "int8_split24", "int4_split24",
+    "fp32", "bf16", "bf16_sr", "fp32_master", "split32", "int8_split24", "int4_split24",
     "int8", "int8_rn_split24", "flashoptim", "bnb8", "torchao4", "torchao_fp8", "lpmm4",
     "lpmm4_factor", "int5_factored_split24",
 )  # fmt: skip

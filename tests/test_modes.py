@@ -46,7 +46,7 @@ KINDS = {
 OPTIONS: dict[str, dict[str, Any]] = {"soap": {"precondition_frequency": 2, "stagger": True}}
 """Options of rules: bases change within the steps, each in its turn."""
 
-PLANS = ("fp32", "bf16_kahan", "int8_split24", "int4_factored_split24", "flashoptim")
+PLANS = ("fp32", "split32", "int8_split24", "int4_factored_split24", "flashoptim")
 BACKENDS = ("reference", "cpp", "triton")
 STEPS = 3
 SHAPES = {"large": (66, 63), "matrix": (7, 6), "stack": (2, 3, 4), "vector": (9,), "number": ()}

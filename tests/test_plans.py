@@ -18,7 +18,7 @@ from specs.adamw import adamw
 ALL = [p for p in vars(plans).values() if isinstance(p, Plan)]
 STATES = adamw.present({f.name: False for f in adamw.flags})
 EXPECTED = (
-    "fp32 bf16 bf16_sr bf16_kahan fp32_master split32 int8_split24 int6_split24 int5_split24 int4_split24 "
+    "fp32 bf16 bf16_sr fp32_master split32 int8_split24 int6_split24 int5_split24 int4_split24 "
     "int8 int8_rn_split24 flashoptim bnb8 torchao8 torchao4 torchao_fp8 lpmm4 lpmm4_factor "
     "int4_factored_split24 int5_factored_split24"
 ).split()

@@ -28,7 +28,7 @@ PAIRS = (
     "sgd/bf16_sr", "adagrad/torchao4", "came/int8_split24", "adafactor/int4_split24", "adopt/flashoptim",
 )  # fmt: skip
 KERNELS = (
-    "adamw/int8_split24", "lion/int8_split24", "sgd/bf16_sr", "adan/bf16_kahan", "adamw/split32", "adamw/fp32_master",
+    "adamw/int8_split24", "lion/int8_split24", "sgd/bf16_sr", "adan/bf16_sr", "adamw/split32", "adamw/fp32_master",
     "adopt/flashoptim",
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from optgen.verify.differential import Trial
 from specs import plans
 from tests import harness
 
-DAILY = ("fp32", "bf16_sr", "bf16_kahan", "int8_split24", "int4_split24", "flashoptim", "lpmm4", "torchao4")
+DAILY = ("fp32", "bf16_sr", "split32", "int8_split24", "int4_split24", "flashoptim", "lpmm4", "torchao4")
 """Plans of formats of every kind; the rest is asked by `make test-full`."""
 PLANS = [
     pytest.param(name, marks=[] if name in DAILY else pytest.mark.full)

@@ -421,11 +421,6 @@ def lost_by(p: Array) -> tuple[Array, Array]:
     return weight, np.where(np.isfinite(weight), f32_of(p) - np.where(np.isfinite(weight), weight, F32(0)), F32(0))
 
 
-def kahan(p: Array, noise: int | None, w: dict[str, Any]) -> Array:
-    weight, lost = lost_by(p)
-    return weight + f32_of(bf16(pattern_of(lost), noise))
-
-
 def ecc8(p: Array, noise: int | None, w: dict[str, Any]) -> Array:
     """Add the loss in 1/127 of half a place of the weight."""
     weight, lost = lost_by(p)
@@ -439,7 +434,7 @@ WEIGHTS: dict[str, Callable[[Array, int | None, dict[str, Any]], Array]] = {
     "Native": lambda p, noise, w: f32_of(bf16(p, noise)),
     "Copy": lambda p, noise, w: f32_of(p),
     "Split": lambda p, noise, w: f32_of(p if w["bits"] == 16 else (p + (0x80 if noise is None else noise)) >> 8 << 8),
-    "Kahan": kahan, "Ecc8": ecc8,
+    "Ecc8": ecc8,
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from optgen.formats import words
 from optgen.formats.bound import ROUNDOFF, Bound
@@ -16,7 +16,7 @@ from optgen.formats.check import Placed, check_words, is_whole, refusal
 from optgen.formats.floats import rounding_to
 from optgen.formats.format import Field, FormatFinding, Master, Noise, Rounding
 from optgen.lang.values import Num, bits, cast, clip, equal, floor, from_bits, maximum, where
-from optgen.ops.dtypes import F32_UNIT, DType, bf16, f16, f32, i16, i32, u8
+from optgen.ops.dtypes import DType, bf16, f16, f32, i16, i32, u8
 
 
 @dataclass(frozen=True)
@@ -78,43 +78,6 @@ class Copy(Master):
 
     def bound(self, param: DType) -> Bound:
         return rounding_to(f32, False)
-
-
-@dataclass(frozen=True)
-class Kahan(Master):
-    """The error of rounding, in the parameter's dtype again: Kahan's compensation, rounded stochastically.
-
-    To nearest, updates under 2^-9 of the error (2^-17 of the weight) would be lost: AdamW at a rate of 3e-6 went 0.27
-    of its way from 1 in 1,200 steps.  A weight that became Inf stays so; its compensation is 0.
-    """
-
-    def __str__(self) -> str:
-        return "and its rounding error (Kahan), stochastic"
-
-    def noise_bits(self, param: DType) -> int:
-        return words.noise_bits(param)
-
-    def fields(self, param: DType) -> dict[str, Field]:
-        return {"": Field(param), "compensation": Field(param)}
-
-    def encode(self, x: Num, param: DType, *, noise: Noise | None = None) -> dict[str, Num]:
-        weight = words.narrow(x, param)
-        lost = x - words.widen(weight, param)
-        # Inf - Inf is NaN, finite - Inf is Inf: neither is an error worth keeping.
-        lost = where(abs(lost) <= f32.largest, lost, 0.0)
-        return {"": weight, "compensation": words.narrow(lost, param, noise)}
-
-    def decode(self, parts: Mapping[str, Num], param: DType) -> Num:
-        return words.widen(parts[""], param) + words.widen(parts["compensation"], param)
-
-    def bound(self, param: DType) -> Bound:
-        value = 2.0 ** -(2 * param.mantissa + 2)  # a place of what is under half a place
-        valid, least = "well above the smallest normal number", param.normal * 2.0**-param.mantissa
-        return Bound(value, "value", valid, absolute=least, largest=param.largest)
-
-    def enclose(self, x: Any, param: DType) -> Any:
-        bound = self.bound(param)
-        return bound.around(x, bound.total + F32_UNIT)  # weight and compensation are added again
 
 
 @dataclass(frozen=True)
