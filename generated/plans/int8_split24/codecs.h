@@ -242,19 +242,19 @@ struct nonneg_stochastic : nonneg_fields {
         const I start_add = start_2 + (step_ >> 1);
         const I half = units * 10240;
         const I base = start_ + half;
+        const I base_sub = largest_where - base;
         const I scale = cells << 2;
         const I half_add = half * scale - 0x800000;
-        const I half_add_sub = half_add - base * scale;
         const I header = first_ - 128 << 8 | cells;
-        of_head_1.set(b, largest_where, base, scale, half_add_sub, start_add, step_);
+        of_head_1.set(b, half_add, base, base_sub, scale, start_add, step_);
         store(range_at + b, header);
     }
-    struct Head_1 { I largest_where, base, scale, half_add_sub, start_add, step_; };
+    struct Head_1 { I half_add, base, base_sub, scale, start_add, step_; };
     OfBlocks<64, Head_1> of_head_1;
     Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
     template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
-        const I position = max(min(bits(x), h.largest_where), h.base) * h.scale + (fraction<VALUE, 24>(noise) +
-            h.half_add_sub);
+        const I offset = fraction<VALUE, 24>(noise) + h.half_add;
+        const I position = max(I(0), min(bits(x) - h.base, h.base_sub)) * h.scale + offset;
         const I code = lshr(position, 24);
         const F value = as_float(h.start_add + code * h.step_);
         store_byte<3>(code_at + i, position);
