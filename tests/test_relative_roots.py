@@ -19,7 +19,7 @@ from optgen.runtime.reference.matrices import inverse_root
 from specs import plans
 
 SIZE, STEPS, BETA1 = 64, 120, 0.9
-PLANS = ("int8_split24", "int6_split24", "int5_split24", "int4_split24", "int5_int3_split24")
+PLANS = ("int8_split24", "int6_split24", "int5_split24", "int4_split24")
 STREAMS = {"equal": (0.0, 0.0, 0.0), "unequal": (1.2, 0.0, 0.0), "drifting": (1.2, 0.5, 0.0), "fading": (1.2, 0.0, 4.0)}
 """Gradients are normal: the octaves by which the sizes of elements differ, their means over their sizes, and the
 octaves by which all of them fall."""
