@@ -32,7 +32,7 @@ def claims() -> Data:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_all_claims_hold(every: bool, claims: Data, tmp_path: Path) -> None:
     made = written.claims() if every else claims
-    assert len(made["formats"]) >= (85 if every else 25) and len(made["weights"]) >= 8
+    assert len(made["formats"]) >= (85 if every else 25) and len(made["weights"]) >= 7
     file = tmp_path / "claims.json"
     file.write_text(json.dumps(made), encoding="utf-8")
     done = subprocess.run([sys.executable, "-I", CHECKER, file], capture_output=True, text=True)
@@ -185,17 +185,19 @@ def test_a_wrong_claim_about_a_weight_is_noticed(claims: Data) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.95, 0.99])
-@pytest.mark.parametrize("fmt", [Float(bf16, "stochastic"), LogMinMax(4, 64, "stochastic")], ids=["bf16", "blocks"])
+@pytest.mark.parametrize("fmt", [Float(bf16, "stochastic"), LogMinMax(8, 64, "stochastic")], ids=["bf16", "blocks"])
 def test_averages_of_squares_spread_as_claimed(fmt: Format, decay: float) -> None:
-    """Stochastic, in narrow cells and in wide ones: the claim is of the widest, which leave up to twice the mean's."""
+    """Stochastic, in narrow cells and in wide ones: the claim is of the widest, which a block's tiny element makes."""
     draw = torch.Generator().manual_seed(3)
-    true, kept, spread = torch.ones(8, 1, 64).double(), torch.ones(8, 1, 64), []
+    size = torch.ones(64)
+    size[0] = 2.0**-60
+    true, kept, spread = size.expand(8, 1, 64).double(), size.expand(8, 1, 64), []
     for t in range(round(12 / (1 - decay))):
-        new = torch.randn(true.shape, generator=draw).square()
+        new = torch.randn(true.shape, generator=draw).square() * size
         true = decay * true + (1 - decay) * new.double()
         noise = Noise(torch.randint(1 << fmt.noise_bits, true.shape, generator=draw).int(), 0, fmt.noise_bits)
         kept = fmt.decode(fmt.encode(decay * kept + (1 - decay) * new, noise=noise))
         if t >= 4 / (1 - decay):
-            spread.append(((kept - true).square().mean() / true.square().mean()).item())
+            spread.append(((kept - true)[..., 1:].square().mean() / true[..., 1:].square().mean()).item())
     claimed = steady_state(fmt, decay).rms
     assert claimed and 0.5 < math.sqrt(sum(spread) / len(spread)) / claimed < 1.1

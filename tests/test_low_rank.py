@@ -17,7 +17,7 @@ from optgen.lang import (  # isort: skip
     zero_product,
 )  # fmt: skip
 from optgen.runtime.records.keys import stream_key
-from tests.oracles import LOW_RANK, mixed
+from tests.oracles import LOW_RANK
 from tests.test_against_papers import Steps, further, redrawn
 
 U = 2.0**-24
@@ -44,6 +44,14 @@ def sketched(
     low = low + sketch.T @ full + uniform(low, t + 7)
     p = p - lr * unwide(g, sketch @ low)
     return p, low
+
+
+def mixed(x: Any) -> Any:
+    """The hash of random numbers."""
+    x = np.asarray(x, dtype=np.uint64)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ x >> np.uint64(shift)) * np.uint64(factor) & np.uint64(0xFFFFFFFF)
+    return x ^ x >> np.uint64(16)
 
 
 def fractions(shape: tuple[int, int], name: str | int, matrix: int, key: int, which: int) -> Any:
