@@ -34,5 +34,5 @@ def test_the_queue_asks_for_each_run_once() -> None:
     while run := language_model.next_run(kept):
         part, rule, plan, seed, lr, _ = run
         kept[part][key_of(rule.name, plan, seed, lr)] = [abs(lr - rule.options["lr"])]  # the first rate is the best
-    assert len(kept["rates"]) == 3 and len(kept["runs"]) == 18
+    assert len(kept["rates"]) == 3 and len(kept["runs"]) == 20
     assert [key.split(",")[0] for key in kept["runs"]][:4] == ["AdamW", "AdamW", "Muon", "Muon"]

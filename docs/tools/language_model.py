@@ -34,7 +34,7 @@ STEPS, TUNING_STEPS = 1024, 128  # the search for rates takes the first steps of
 WINDOW, EVERY, HELD_OUT = 16, 64, 16  # steps of a mean training loss; steps between validations; batches of those
 SAVE_SECONDS = 120
 CONTROL = "fp32, rows reversed"  # the same sums in another order
-PAIR, OTHERS = ("fp32", "int8_split24"), (CONTROL, "int4_split24", "flashoptim")
+PAIR, OTHERS = ("fp32", "int8_split24"), ("fp32_master", CONTROL, "int4_split24", "flashoptim")
 TUNING, SEEDS = 0, (1, 2, 3)
 QUEUE = [(PAIR, SEEDS[:1]), (OTHERS, SEEDS[:1]), (PAIR, SEEDS[1:])]  # plans of both rules, and seeds
 RULES = (  # AdamW's lr: where its search begins; that of Muon is the usual one, since 128 steps ask for smaller ones
@@ -55,7 +55,7 @@ mostly embeddings and the head learn, so that a search as short as this takes ev
 Rows of *fp32* are validation losses in nats per token, as means over quarters of the run. Other rows are differences
 to them, seed by seed, and have a 95 % interval where there are three seeds. *rows reversed* is fp32 with the rows of
 each batch in reverse order: the same sums, rounded otherwise. A difference of one seed means something if it is larger
-than that row's.
+than that row's. *fp32_master* has fp32 states and masters beside weights in bf16: what the forward pass loses by these.
 
     .venv/bin/python -m docs.tools.language_model
 
