@@ -5,6 +5,7 @@ Nothing of the packages is kept here.  DIR has a checkout of each, and PYTHONPAT
     git clone https://github.com/databricks/flashoptim
     git clone https://github.com/NVIDIA-NeMo/Emerging-Optimizers emerging     # absl-py
     git clone https://github.com/pytorch/torchtitan                           # what it requires
+    git clone https://github.com/huggingface/pytorch-image-models timm        # what it requires
 
 A module of this folder is a package.  It has `SUITES`, and if it must, a function `install(plan)`, which replaces what
 the tests import by classes of optgen before any of them is collected.

@@ -142,8 +142,13 @@ exec(inspect.getsource(matrices.newton_schulz).replace("torch.bfloat16", "torch.
 
 
 def newton_schulz(
-    x: Tensor, steps: int, coefficient_type: str = "quintic", custom_coefficient_sets: Any = None, eps: float = 1e-15,
-    transpose: bool | None = None, tp_group: Any = None,
+    x: Tensor,
+    steps: int,
+    coefficient_type: str = "quintic",
+    custom_coefficient_sets: Any = None,
+    eps: float = 1e-15,
+    transpose: bool | None = None,
+    tp_group: Any = None,
 ) -> Tensor:
     """Return what our rounds make of x: in fp32, as these tests ask for; over ranks, a step of Muon."""
     if dist.is_initialized():
