@@ -45,8 +45,8 @@ def test_a_run_on_the_cpu_writes_its_report(tmp_path: Path, monkeypatch: pytest.
 def test_a_dry_run_of_both_halves(tmp_path: Path, compiling: dict[str, str]) -> None:
     command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--device", "cpu", "--out", str(tmp_path)]
     emulation = {"OPTGEN_EMULATE": "90", "OPTGEN_ASSEMBLED": "8", "TRITON_CACHE_DIR": str(tmp_path / "kept")}
-    run = {"cwd": tmp_path, "env": compiling | emulation, "capture_output": True, "text": True, "check": False}
-    done = subprocess.run([*command, "--minutes", "30"], **run)  # type: ignore[call-overload]
+    run: Any = {"cwd": tmp_path, "env": compiling | emulation, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([*command, "--minutes", "30"], **run)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (p for p in tmp_path.glob("*.json"))
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def test_a_dry_run_of_both_halves(tmp_path: Path, compiling: dict[str, str]) -> 
     found["sections"]["matrix, 1"]["left_out"] = {lost: race.NO_TIME}
     path.write_text(json.dumps(found), encoding="utf-8")
     results_of(path).write_text("\n".join(tests[1:]) + '\n{"test": "cut sho', encoding="utf-8")
-    done = subprocess.run([*command, "--minutes", "30"], **run)  # type: ignore[call-overload]
+    done = subprocess.run([*command, "--minutes", "30"], **run)
     assert done.returncode == 0 and "0 checks made" in done.stdout and "1 checks made" in done.stdout
     rows = json.loads(path.read_text(encoding="utf-8"))["sections"]["matrix, 1"]
     assert lost in [row["name"] for row in rows["rows"]] and not rows["left_out"]

@@ -17,8 +17,8 @@ The parts, and their share of nine minutes:
 Tests run under pytest in processes of their own; times are taken in this one while no other process uses the GPU.
 
 Writes docs/benchmarks/<device>_<date>.json, .md and _tests.jsonl as it goes: a run that is killed has lost what it was
-at, and the next one begins there. The exit code is 0 where no check failed, 1 where one did or could not be made, 2 for
-a wrong call; times never change it.
+at, and the next one begins there. The exit code is 0 where no check failed, 1 where one did or a part ended early, 2
+for a wrong call; no figure changes it.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Run:
         print("\n" + self.path.with_suffix(".md").read_text(encoding="utf-8"), flush=True)
         print(f"written: {self.path} and .md", flush=True)
         unchecked = not self.data["correctness"]["passed"] and {"bits", "modes", "checks"} & set(self.asked.only)
-        return 1 if self.failed or unchecked or "output" in self.data else 0
+        return 1 if self.failed or unchecked or {"error", "output"} & set(self.data) else 0
 
     # -- times ----------------------------------------------------------------------------------------------------
 

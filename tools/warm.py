@@ -28,7 +28,7 @@ TIMED: tuple[race.Shapes, ...] = ([(4096, 4096)], [(768, 2304), (50257, 768), (2
 """Lists of tensors whose steps have the kernels of the lists that are timed."""
 
 GROUP = "__grp__"
-"""How the file of Triton's cache begins that names the files of a kernel, by their whole paths."""
+"""The beginning of the name of that file in Triton's cache which lists the files of a kernel, by their whole paths."""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -52,7 +52,7 @@ def compile_check(text: str) -> None:
     from tests import test_cuda as t
 
     class Report:
-        broken, worst = (), {}  # type: ignore[var-annotated]
+        broken, worst = (), {}
 
     cpu, nothing = torch.device("cpu"), lambda *given, **named: None
     patched = dict.fromkeys(("enclose", "oracle", "reading"), nothing)
@@ -79,8 +79,8 @@ def _begin(capability: int) -> None:
     from tests.ptx import driver, emulator
 
     driver.install(capability)
-    emulator.Kernel = SimpleNamespace  # type: ignore[assignment,misc]
-    driver.emulator = SimpleNamespace(Kernel=lambda ptx: SimpleNamespace(run=lambda *given, **named: None))  # type: ignore[assignment]
+    emulator.Kernel = SimpleNamespace
+    driver.emulator = SimpleNamespace(Kernel=lambda ptx: SimpleNamespace(run=lambda *given, **named: None))
 
 
 def fill(folder: Path, kernels: list[str], jobs: int, say: Callable[[str], None]) -> int:

@@ -238,7 +238,7 @@ def generated(backend: str) -> list[Contender]:
     found += [ours("AdamW", plan, ADAMW) for plan in ("int8_rn_split24", *["flashoptim"] * on_gpu)]
     found += [ours("AdamW", "int8_split24", ADAMW, isa) for isa in ("avx2", "portable") if not on_gpu]
     for c in [c for c in found if on_gpu and c.name in (FLAGSHIP, "CAME int8_split24")]:
-        found.append(replace(c, name=f"{c.name}, released", make=lambda p, c=c: Released(c.make(p), p)))  # type: ignore[misc]
+        found.append(replace(c, name=f"{c.name}, released", make=lambda p, c=c: Released(c.make(p), p)))
     return found
 
 
