@@ -1,10 +1,10 @@
 """FlashOptim's names, made of optgen: its own tests then judge our classes, under its storage and under ours.
 
-Rewritten in its files are devices, the size of a sweep, and how a test reaches into an optimizer.
+Rewritten in its files are devices, how a test reaches into an optimizer, and the size of the test of low bits.
 """
 
 import os
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from tests.others import Suite
 
 OURS = os.environ.get("OPTGEN_OTHERS_SUITE", "flashoptim").partition(",")[0]
 FAMILY = find_plan(OURS)
-PLANS: dict[tuple[bool, int | None], Plan] = {}
 
 NumericsError = RuntimeError
 _BITS_TO_BYTES = {None: 0, 24: 3, 32: 4}
@@ -26,16 +25,14 @@ _MaybeQuantizedTensor = _log2_min_expressible_step_size = None
 
 
 # -- classes
+@cache
 def plan_of(quantize: bool, bits: int | None) -> Plan:
     """Return a plan of these bits of a weight, and of codes or fp32 for its states, whatever a tensor's size."""
-    if (quantize, bits) not in PLANS:
-        plain = Native() if OURS == "flashoptim" else Native("stochastic")
-        masters = {None: plain, 24: FAMILY.master, 32: Split(16)}
-        states = {} if quantize else {"signed": floats.f32, "nonneg": floats.f32}
-        name = f"{OURS}_{bits or 0}_{'codes' if quantize else 'floats'}"
-        why = "the tests of FlashOptim"
-        PLANS[quantize, bits] = FAMILY.but(name=name, master=masters[bits], small_numel=0, discouraged=why, **states)
-    return PLANS[quantize, bits]
+    plain = Native() if OURS == "flashoptim" else Native("stochastic")
+    masters = {None: plain, 24: FAMILY.master, 32: Split(16)}
+    states = {} if quantize else {"signed": floats.f32, "nonneg": floats.f32}
+    name = f"{OURS}_{bits or 0}_{'codes' if quantize else 'floats'}"
+    return FAMILY.but(name=name, master=masters[bits], small_numel=0, discouraged="FlashOptim's tests", **states)
 
 
 # fmt: off
@@ -140,6 +137,7 @@ REWRITES = {
     r"from flashoptim(\.optimizers)? import": "from tests.others.flashoptim import",
     r'f?"cuda(:\{rank\})?"': '"cpu"',
     '"nccl"': '"gloo"',
+    r"mp\.spawn\(": 'mp.start_processes(start_method="fork", fn=',  # to import once
     r"torch\.cuda\.\w+\(": "(lambda *_: None)(",
     r", device_ids=\[[\w.]+\]": "",
     r"def pytest_sessionstart": "def no_gpu_is_needed",
@@ -149,7 +147,8 @@ REWRITES = {
     r"new_opt_torch\.load_state_dict\(opt_ours\.": (
         "new_opt_torch.load_state_dict(opt_ours.state_dict() if compress_state_dict else opt_ours.dense_"
     ),
-    r"D_out = 4096, 4096": "D_out = 128, 128",
+    r"D_out = 4096, 4096": "D_out = 512, 512",
+    r"range\(100\)": "range(12)",  # of fewer elements: chance has the weight that it has there
 }
 PARTS = {
     "formats": ("test_compression.py",),
@@ -172,12 +171,12 @@ LEFT_OUT = {
     "checkpoints": {r"-compressed-\w*(un|no)quant": "theirs: combinations that the tests skip"},
 }
 ZEROS = "ours: LogMinMax has no code for 0: a block of zeros reads as 2^-126, and a zero among others widens the cells"
+NOISE = "theirs: the reference has 8-bit states, too; here they are stochastic, and draw other numbers beside 24 bits"
 STEPS = {
     "test_cast_model$": "ours: the output of a kept module is cast to the dtype of the others",
     r"all_norm_types\[Instance": "ours: instance norms without running statistics are cast, as layer norms are",
     "release_shared_params": "ours: no function is called before the step of a released gradient",
 }
-FAILING = {"steps": STEPS}
 OURS_FAILING = {
     "formats": {
         r"zeros_seed|-b?float16-.*-small_vals": ZEROS,
@@ -185,9 +184,10 @@ OURS_FAILING = {
     },
     "steps": STEPS | {"changes_with_zero_grads": ZEROS},
     "checkpoints": {"vanilla.*AdamW-.*-float16_.*_quant": ZEROS},
+    "low bits": {"AdamW-.*-float16": NOISE},
 }
 SUITES = tuple(
     Suite(plan, "test", files, REWRITES, reasons.get(kind, {}), LEFT_OUT.get(kind, {}), kind=kind)
-    for plan, reasons in (("flashoptim", FAILING), ("int8_split24", OURS_FAILING))
+    for plan, reasons in (("flashoptim", {"steps": STEPS}), ("int8_split24", OURS_FAILING))
     for kind, files in PARTS.items()
 )
