@@ -833,6 +833,12 @@ OPTGEN_ONCE void work_on_few(const Stage &s, const Shape &t, char *room, const K
 
 // -- the step
 
+inline void wait(int64_t all) {
+    if (all > 1) {
+#pragma omp barrier
+    }
+}
+
 // The work of one of `all` threads in stages [begin, end); they wait for each other after each sweep and what follows.
 inline void work(const Stage *stages, int begin, int end, const Table &table, const Lines &lines, int64_t who, int64_t all,
                  char *room) {
@@ -849,7 +855,7 @@ inline void work(const Stage *stages, int begin, int end, const Table &table, co
                                       : sweep_flat(s, t, low, high, room, known);
                   });
             k++;
-#pragma omp barrier
+            wait(all);
             bool reduced = false;
             for (int c = 0; c < s.count; c++) {
                 const Place &p = s.places[c];
@@ -873,8 +879,25 @@ inline void work(const Stage *stages, int begin, int end, const Table &table, co
                   });
             k = next;
         }
-#pragma omp barrier
+        wait(all);
     }
+}
+
+// The same, tensor by tensor: later sweeps find in caches what earlier ones read.  All threads work on a tensor that is
+// a good part of a thread's share; the others are dealt out whole, and no thread waits for another.
+inline void work_by_tensors(const Stage *stages, int begin, int end, const Table &table, const Lines &lines, int64_t who,
+                            int64_t all, char *room) {
+    const auto one = [&](int64_t k) {
+        return Table{table.rows + k * (table.addresses + SIZES), 1, table.addresses, table[k].weight()};
+    };
+    const auto large = [&](int64_t k) { return all > 1 && table[k].weight() * all * 4 > table.elements; };
+    for (int64_t k = 0; k < table.tensors; k++)
+        if (large(k))
+            work(stages, begin, end, one(k), lines, who, all, room);
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t k = 0; k < table.tensors; k++)
+        if (!large(k))
+            work(stages, begin, end, one(k), lines, 0, 1, room);
 }
 
 // A kernel whose struct lists its stages.
@@ -899,7 +922,7 @@ template <class Kernel> struct Runner<Kernel, typename Kernel::staged> {
             const int64_t who = 0, all = 1;
 #endif
             alignas(64) static thread_local char inside[room<Kernel>()];
-            work(Kernel::STAGES, begin, end, table, {scalars, keys, Kernel::SCALARS}, who, all, inside);
+            work_by_tensors(Kernel::STAGES, begin, end, table, {scalars, keys, Kernel::SCALARS}, who, all, inside);
         }
         return 0;
     }
