@@ -428,8 +428,8 @@ inline void tile(char *const *at, int count, const int *live, int64_t first, Kno
         Kernel::template tile<false>(at, count, live, first, known...);
 }
 
-// Blocks [first, first + count) of a tensor that are not all whole, or too few for a tile: copied to a tile of their
-// own, behind `shift` empty ones; reductions leave out what a block lacks.
+// Blocks [first, first + count) of a tensor that are not all whole: copied to a tile of their own, behind `shift` empty
+// ones; reductions leave out what a block lacks.
 template <class Kernel>
 void staged(const Tensor &t, int64_t first, int count, int shift, const float *scalars, int32_t step_key) {
     constexpr int n = width<Kernel>(), block = Kernel::BLOCK, most = Kernel::TILE / block;
@@ -507,14 +507,29 @@ template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count,
                 now -= now % unit;
         } else if ((flat || t.apart) && now > VECTOR) {
             now -= now % VECTOR;
+        } else if ((flat || t.apart) && now > 1 && (lane + now) * block > whole_end) {
+            now--;  // the ragged one by itself
         }
-        const bool whole = (flat || t.apart) && !shift &&
-                           (block == 1 ? now % unit == 0 : now % VECTOR == 0 && (lane + now) * block <= whole_end);
+        const bool whole = (flat || t.apart) && !shift && (block == 1 ? now % unit == 0 : (lane + now) * block <= whole_end);
         if (whole) {
+            // Elements are read and written where they lie, and so are the values of blocks that fill registers.
+            alignas(64) char values[n][VECTOR * 8];
+            const bool few = block > 1 && now % VECTOR;
             char *at[n];
-            for (int c = 0; c < n; c++)
-                at[c] = (char *)t.at[c] + place_of(Kernel::COLUMNS[c].kind, first, start, packed) * Kernel::COLUMNS[c].bytes;
+            for (int c = 0; c < n; c++) {
+                const Column column = Kernel::COLUMNS[c];
+                at[c] = (char *)t.at[c] + place_of(column.kind, first, start, packed) * column.bytes;
+                if (few && column.kind == BLOCK_OF) {
+                    memset(values[c], 0, sizeof(values[c]));
+                    at[c] = (char *)memcpy(values[c], at[c], (size_t)now * column.bytes);
+                }
+            }
             tile<Kernel>(at, now, nullptr, number, scalars, step_key, t.stream_key);
+            for (int c = 0; few && c < n; c++) {
+                const Column column = Kernel::COLUMNS[c];
+                if (column.kind == BLOCK_OF && column.written)
+                    memcpy((char *)t.at[c] + first * column.bytes, values[c], (size_t)now * column.bytes);
+            }
         } else {
             staged<Kernel>(t, first, now, shift, scalars, step_key);
         }
