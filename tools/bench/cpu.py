@@ -51,7 +51,8 @@ def size(name: str) -> tuple[str, race.Shapes, int]:
     numel = round(numel / GRAIN) * GRAIN if numel >= 2 * GRAIN else numel
     steps = max(1, min(100, IN_A_ROW // (numel * tensors))) if numel * tensors <= HOT else 1
     title = f"{tensors} tensors of {numel:,}" if tensors > 1 else f"{numel:,} parameters"
-    return title + ", steps in a row" * (steps > 1 and tensors == 1), [(numel,)] * tensors, steps
+    shape = (numel // GRAIN, GRAIN) if numel % GRAIN == 0 else (numel,)  # CAME and Adafactor keep rows and columns
+    return title + ", steps in a row" * (steps > 1 and tensors == 1), [shape] * tensors, steps
 
 
 def chosen(only: Sequence[str], quick: bool, backend: str) -> tuple[list[Contender], dict[str, str]]:
@@ -103,9 +104,7 @@ def main(given: Sequence[str] | None = None) -> int:
         for name, (title, shapes, steps) in sizes.items():
             copied = 2**28 if steps == 1 else 0  # what lies in the caches is not held to memory
             some = [c for c in contenders if len(shapes) > 1 or "group" not in c.name]
-            found = race.section(
-                title, shapes, some, threads=count, rounds=rounds, steps=steps, copied=copied
-            )
+            found = race.section(title, shapes, some, threads=count, rounds=rounds, steps=steps, copied=copied)
             data["sections"][f"{name}, {count}"] = found
             data["seconds"] = round(time.monotonic() - began, 1)
             race.save(path, data)

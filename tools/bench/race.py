@@ -217,9 +217,9 @@ def code_path(isa: str) -> Iterator[None]:
 
 
 def generated(backend: str) -> list[Contender]:
-    """Return optgen's AdamW and Lion; on CPUs AdamW's other code paths.
+    """Return optgen's AdamW, Lion and rules of several sweeps; on CPUs AdamW's other code paths.
 
-    On GPUs also SGD, rules of several sweeps, rules of matrices, and AdamW and CAME with released gradients.
+    On GPUs also SGD, rules of matrices, and AdamW and CAME with released gradients.
     """
 
     def ours(cls: str, plan: str, hypers: dict[str, Any], isa: str = "") -> Contender:
@@ -231,9 +231,9 @@ def generated(backend: str) -> list[Contender]:
         return Contender(name, FP32 if fp32 else BF16, make, True, within, again, 4.0 if fp32 else 3.0)
 
     on_gpu = backend == "triton"
-    rules: list[tuple[str, dict[str, Any]]] = [("AdamW", ADAMW), ("Lion", LION)]
-    rules += [("SGD", SGD), *((cls, {}) for cls in (*AGAIN, *OF_MATRICES))] * on_gpu
-    plans = [*DEFAULT_PLANS[::-1], *["int4_split24"] * on_gpu]
+    rules: list[tuple[str, dict[str, Any]]] = [("AdamW", ADAMW), ("Lion", LION), *[("SGD", SGD)] * on_gpu]
+    rules += [(cls, {}) for cls in (*AGAIN, *OF_MATRICES * on_gpu)]
+    plans = [*DEFAULT_PLANS[::-1], "int4_split24"]
     found = [ours(cls, plan, hypers) for cls, hypers in rules for plan in plans]
     found += [ours("AdamW", plan, ADAMW) for plan in ("int8_rn_split24", *["flashoptim"] * on_gpu)]
     found += [ours("AdamW", "int8_split24", ADAMW, isa) for isa in ("avx2", "portable") if not on_gpu]
