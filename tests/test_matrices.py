@@ -347,3 +347,9 @@ def test_symmetric_products_by_blocks_have_the_bits_of_whole_ones(
         monkeypatch.setattr(reference, "LARGE", rows)
         found.append(reference.newton_schulz(x, 2, 1, 1e-7, 3.4445, -4.775, 2.0315))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("shape", [(257, 300), (3, 300, 70), (2, 2, 260, 130)])
+def test_grams_by_blocks_have_the_bits_of_whole_products(shape: tuple[int, ...]) -> None:
+    x = drawn(*shape)
+    assert shape[-2] >= reference.LARGE // 4 and torch.equal(reference.gram(x), x @ x.mT)

@@ -23,7 +23,6 @@ from optgen.lang import (
     unwide,
     wide,
 )  # fmt: skip
-from optgen.runtime.reference import matrices
 from tests.test_matrices import drawn
 
 U = 2.0**-24
@@ -109,10 +108,3 @@ def test_the_lower_bound_of_a_spectral_norm_is_one() -> None:
             assert (bound <= exact * (1 + 8 * len(square) ** 0.5 * shape[-2] * U)).all()
             assert (bound >= square.norm(dim=-2).amax(-1)[..., None, None] * (1 - 8 * shape[-2] * U)).all()
     assert torch.equal(norm_lower_bound(torch.zeros(2, 3, 3)), torch.zeros(2, 3, 3))
-
-
-@pytest.mark.parametrize("shape", [(5, 7), (3, 300, 300), (2, 9, 1)])
-def test_an_average_in_place_has_the_bits_of_one_beside(shape: tuple[int, ...]) -> None:
-    """Also where it is made in panels."""
-    x, product = drawn(*shape), drawn(*shape).flip(-1)
-    assert torch.equal(matrices.averaged(0.9, x, 0.1, product.clone()), 0.9 * x + 0.1 * product)

@@ -5,9 +5,7 @@ import torch
 
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, power, root, where
-from optgen.runtime.reference.matrices import (
-    averaged, bjorck, column_norms, finite, orthogonal_iteration, sorting,
-)
+from optgen.runtime.reference.matrices import bjorck, column_norms, finite, gram, orthogonal_iteration, sorting
 
 
 class SOAP(Optimizer):
@@ -74,9 +72,9 @@ def soap_matrices_2(
 ):
     turned_2_transpose = turned_2.mT
     # 68  left = shampoo_beta * left + (1 - shampoo_beta) * gram(turned)
-    left = averaged(shampoo_beta, left, one_minus_shampoo_beta, turned_2 @ turned_2_transpose)
+    left = gram(turned_2).mul_(one_minus_shampoo_beta).add_(shampoo_beta * left)
     # 70  right = shampoo_beta * right + (1 - shampoo_beta) * gram(turned.T)
-    right = averaged(shampoo_beta, right, one_minus_shampoo_beta, turned_2_transpose @ turned_2)
+    right = gram(turned_2_transpose).mul_(one_minus_shampoo_beta).add_(shampoo_beta * right)
     update = basis_left @ update_whole  # 63  update = basis_left @ update if by_rows else update
     update = update @ basis_right.mT    # 64  update = update @ basis_right.T if by_columns else update
     return left, right, update
@@ -88,7 +86,7 @@ def soap_matrices_no_by_columns(basis_left, g_whole):
 
 
 def soap_matrices_no_by_columns_2(left, basis_left, update_whole, turned, shampoo_beta, one_minus_shampoo_beta):
-    left = averaged(shampoo_beta, left, one_minus_shampoo_beta, turned @ turned.mT)  # 68
+    left = gram(turned).mul_(one_minus_shampoo_beta).add_(shampoo_beta * left)  # 68
     update = basis_left @ update_whole  # 63
     return left, update
 
@@ -99,7 +97,7 @@ def soap_matrices_no_by_rows(basis_right, g_whole):
 
 
 def soap_matrices_no_by_rows_2(right, basis_right, update_whole, turned, shampoo_beta, one_minus_shampoo_beta):
-    right = averaged(shampoo_beta, right, one_minus_shampoo_beta, turned.mT @ turned)  # 70
+    right = gram(turned.mT).mul_(one_minus_shampoo_beta).add_(shampoo_beta * right)  # 70
     update = update_whole @ basis_right.mT  # 64
     return right, update
 
@@ -109,7 +107,7 @@ def soap_matrices_refresh(
     one_minus_shampoo_beta, moves,
 ):
     turned_2_transpose = turned_2.mT
-    left = averaged(shampoo_beta, left, one_minus_shampoo_beta, turned_2 @ turned_2_transpose)  # 68
+    left = gram(turned_2).mul_(one_minus_shampoo_beta).add_(shampoo_beta * left)  # 68
     left_call = finite(left, 0.0)
     # 72  order, turn, left, basis_left = policies.renewed(left, basis_left, known=t > 1)
     order = sorting(left_call)
@@ -117,7 +115,7 @@ def soap_matrices_refresh(
     turn_transpose = turn.mT
     left = turn_transpose @ left_call @ turn  # 72
     basis_left_2 = bjorck(basis_left @ turn, 1.0)  # 72
-    right = averaged(shampoo_beta, right, one_minus_shampoo_beta, turned_2_transpose @ turned_2)  # 70
+    right = gram(turned_2_transpose).mul_(one_minus_shampoo_beta).add_(shampoo_beta * right)  # 70
     right_call = finite(right, 0.0)
     # 75  order, turn, right, basis_right = policies.renewed(right, basis_right, known=t > 1)
     order_2 = sorting(right_call)
@@ -149,7 +147,7 @@ def soap_matrices_refresh_no_by_columns(
     left, basis_left, update_whole, turned, exp_avg_whole, exp_avg_sq_whole, shampoo_beta, one_minus_shampoo_beta,
     moves,
 ):
-    left = averaged(shampoo_beta, left, one_minus_shampoo_beta, turned @ turned.mT)  # 68
+    left = gram(turned).mul_(one_minus_shampoo_beta).add_(shampoo_beta * left)  # 68
     left_call = finite(left, 0.0)
     order = sorting(left_call)  # 72
     turn = finite(orthogonal_iteration(left_call, moves * order), order)  # 72
@@ -171,7 +169,7 @@ def soap_matrices_refresh_no_by_rows(
     right, basis_right, update_whole, exp_avg_whole, turned, exp_avg_sq_whole, shampoo_beta, one_minus_shampoo_beta,
     moves,
 ):
-    right = averaged(shampoo_beta, right, one_minus_shampoo_beta, turned.mT @ turned)  # 70
+    right = gram(turned.mT).mul_(one_minus_shampoo_beta).add_(shampoo_beta * right)  # 70
     right_call = finite(right, 0.0)
     order = sorting(right_call)  # 75
     turn = finite(orthogonal_iteration(right_call, moves * order), order)  # 75

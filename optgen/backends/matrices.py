@@ -24,19 +24,21 @@ from optgen.ops import spaces
 from optgen.ops.prims import CALLS
 
 
-def _limit(side: str, name: str) -> Spelling:
-    def spell(p: Printer, n: Node) -> Text:
-        x, y = sorted(n.args, key=lambda a: a.space.rank, reverse=True)
-        if y.space == spaces.host:
-            return f"{p.text(x, ATOM)}.clamp({side}={p.text(y)})", ATOM
-        return f"{p.text(x, ATOM)}.{name}({p.text(y)})", ATOM
-
-    return spell
+def _limit(side: str, p: Printer, n: Node) -> Text:
+    x, y = sorted(n.args, key=lambda a: a.space.rank, reverse=True)
+    return f"{p.text(x, ATOM)}.clamp({side}={p.text(y)})", ATOM
 
 
 def _called(p: Printer, n: Node) -> Text:
     text, binds = p.call(n.attr, *n.args)
     return f"{text}.float()" if n.attr == "newton_schulz" else text, binds  # which is bf16
+
+
+def _matmul(p: Printer, n: Node) -> Text:
+    x, y = n.args
+    if any(b.op == "transpose" and b.args[0].uid == a.uid for a, b in ((x, y), (y, x))):
+        return p.call("gram", x)
+    return f"{p.text(x, 20)} @ {p.text(y, 21)}", 20
 
 
 def _div(p: Printer, n: Node) -> Text:
@@ -53,7 +55,7 @@ def _add(p: Printer, n: Node) -> Text:
     if all(x.op == "mul" and x.args[0].space == spaces.host and x.args[1].space == n.space for x in n.args):
         (beta, x), (alpha, product) = (part.args for part in n.args)
         if product.op == "matmul" and product.uid not in p.names:
-            return p.call("averaged", beta, x, alpha, product)
+            return f"{p.text(product, ATOM)}.mul_({p.text(alpha)}).add_({p.text(beta, 20)} * {p.text(x, 21)})", ATOM
     return p.infix(n)
 
 
@@ -68,7 +70,7 @@ def _where(p: Printer, n: Node) -> Text:
 SPELL: dict[str, Spelling] = {
     **COMMON,
     "extent": lambda p, n: (str(n.attr), ATOM),
-    "matmul": lambda p, n: (f"{p.text(n.args[0], 20)} @ {p.text(n.args[1], 21)}", 20),
+    "matmul": _matmul,
     "transpose": method("mT"),
     "call": _called,
     "add": _add,
@@ -80,8 +82,8 @@ SPELL: dict[str, Spelling] = {
     "sign": method("sign()"),
     "mat_sum": method("sum((-2, -1), keepdim=True)"),
     "mat_max": method("amax((-2, -1), keepdim=True)"),
-    "max": _limit("min", "maximum"),
-    "min": _limit("max", "minimum"),
+    "max": lambda p, n: _limit("min", p, n),
+    "min": lambda p, n: _limit("max", p, n),
     "where": _where,
 }
 
@@ -104,11 +106,10 @@ def matrix_function(schedule: Schedule, name: str) -> list[str]:
     scalars = [let.name for let in schedule.program.host]
     head = wrapped(f"def {name}(", [*names, *scalars, *extents(schedule)], "):")
     found = [printer.text(s.node) for s in schedule.sweep.stores]
-    last = f"return {found[0]}" if len(found) == 1 else ""
-    ends = [last] if last else wrapped("return (", found, ")") if len(found) > 6 else [f"return {', '.join(found)}"]
+    ends = wrapped("return (", found, ")") if len(found) > 6 else [f"return {', '.join(found)}"]
     return [*head, *(f"    {line}" for line in (*with_comments(lines), *ends))]
 
 
 def needs(functions: Iterable[Sequence[str]]) -> list[str]:
     """Return the names that functions' lines want from optgen.runtime.reference.matrices."""
-    return called(sorted({"averaged", "wide", "zero_product", *CALLS}), chain(*functions))
+    return called(sorted({"gram", "wide", "zero_product", *CALLS}), chain(*functions))

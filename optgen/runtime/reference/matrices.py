@@ -6,8 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +13,8 @@ from torch import Tensor
 from optgen.runtime.records import keys, series
 from optgen.runtime.reference.matrix_codecs import Noise, panels
 
-_WORD = 2**32 - 1
-
 LARGE = 1024
-"""Rows from which symmetric products are worth blocks on a CPU; of fewer the products of blocks take longer."""
+"""Rows from which symmetric products are worth blocks on a CPU, in bf16; a fourth of them in fp32."""
 
 def newton_schulz(x: Tensor, steps: float, normalize: float, eps: float, *coefficients: float) -> Tensor:
     """x (rows, columns), its singular values brought near 1: bf16; leading dimensions are a batch.
@@ -40,10 +36,9 @@ def newton_schulz(x: Tensor, steps: float, normalize: float, eps: float, *coeffi
         coefficients = tuple(x for t in series.SEEN[int(coefficients[0])] for x in t)
     triples = [coefficients[k : k + 3] for k in range(0, len(coefficients), 3)]
     rounds = [triples[min(k, len(triples) - 1)] for k in range(int(steps))]
-    large = x.device.type == "cpu" and x.shape[-2] >= LARGE
-    product, summed = (partial(_symmetric, 0.0, None, 1.0), _symmetric) if large else (torch.matmul, _sum)
+    summed = _symmetric if _is_large(x) else _sum
     for a, b, c in rounds:
-        square = product(x, x.mT)
+        square = gram(x)
         x = _sum(a, x, 1.0, summed(b, square, c, square, square) if c else b * square, x)
     return x if wide else x.mT
 
@@ -78,10 +73,10 @@ NOTED: ContextVar[list[Tensor] | None] = ContextVar("NOTED", default=None)
 
 def finite(x: Tensor, other: Tensor | float) -> Tensor:
     """x (..., rows, columns), but `other` in place of each matrix that has a NaN or an infinity."""
-    good = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    good = x.amax((-2, -1), keepdim=True).isfinite() & x.amin((-2, -1), keepdim=True).isfinite()
     if (noted := NOTED.get()) is not None:
         noted.append(~good.flatten())
-    return torch.where(good, x, other)
+    return x if x.device.type == "cpu" and bool(good.all()) else torch.where(good, x, other)
 
 
 FLOPS: Mapping[str, Callable[[int, int], int]] = {
@@ -104,23 +99,22 @@ def _sum(beta: float, x: Tensor, alpha: float, left: Tensor, right: Tensor) -> T
 def _symmetric(beta: float, x: Tensor | None, alpha: float, left: Tensor, right: Tensor) -> Tensor:
     """beta x + alpha left right, which is symmetric, by blocks, each with its mirror image once.  The bits are those of
     one product, whose entries are sums in the order of `left`'s columns."""
-    if left.ndim == 3:
-        each = zip(left, right, itertools.repeat(None) if x is None else x, strict=False)
-        return torch.stack([_symmetric(beta, y, alpha, a, b) for a, b, y in each])
     size = left.shape[-2]
-    whole = left.new_empty(size, size)
+    whole = left.new_empty(*left.shape[:-1], size)
     for a, b in itertools.pairwise(size * k // 8 for k in range(9)):
-        rows, columns = left[a:b], right[:, a:]
-        whole[a:b, a:] = made = rows @ columns if x is None else _sum(beta, x[a:b, a:], alpha, rows, columns)
-        whole[b:, a:b] = made[:, b - a :].mT
+        rows, columns = left[..., a:b, :], right[..., a:]
+        made = rows @ columns if x is None else _sum(beta, x[..., a:b, a:], alpha, rows, columns)
+        whole[..., a:b, a:], whole[..., b:, a:b] = made, made[..., b - a :].mT
     return whole
 
 
-def averaged(beta: float, x: Tensor, alpha: float, product: Tensor) -> Tensor:
-    """beta x + alpha product, in the place of `product`; see `panels`."""
-    for a, b in panels(x, x.shape[-2]):
-        product[..., a:b, :].mul_(alpha).add_(beta * x[..., a:b, :])
-    return product
+def gram(x: Tensor) -> Tensor:
+    """x @ x.mT."""
+    return _symmetric(0.0, None, 1.0, x, x.mT) if _is_large(x) else x @ x.mT
+
+
+def _is_large(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.shape[-2] >= (LARGE if x.dtype == torch.bfloat16 else LARGE // 4)
 
 
 def qr(x: Tensor) -> Tensor:
@@ -200,9 +194,9 @@ def norm_lower_bound(x: Tensor) -> Tensor:
     """A lower bound of the spectral norm of a symmetric x, in every place: of x y for y along x times its longest
     column, the bound of Li's psgd_torch."""
     tiny = torch.finfo(x.dtype).tiny
-    top = x.abs().amax((-2, -1), keepdim=True)
+    top = x.amax((-2, -1), keepdim=True).maximum(-x.amin((-2, -1), keepdim=True))
     x = x / top.clamp(min=tiny)
-    longest = x.square().sum(-2, keepdim=True).argmax(-1, keepdim=True)
+    longest = x.norm(dim=-1, keepdim=True).argmax(-2, keepdim=True)
     y = x @ x.gather(-1, longest.expand(*x.shape[:-1], 1))
     y = x @ (y / y.norm(dim=-2, keepdim=True).clamp(min=tiny))
     bound: Tensor = y.norm(dim=-2, keepdim=True) * top
@@ -250,46 +244,50 @@ def streams(stream: int, lead: Sequence[int], device: torch.device, first: int =
     first  number of the first one in the parameter
     """
     numbers = torch.arange(first, first + math.prod(lead), device=device)
-    return (stream + numbers * keys.M3 & _WORD).view(*lead, 1, 1)
+    return (stream + numbers * keys.M3 & 2**32 - 1).view(*lead, 1, 1)
 
 
 def uniform(like: Tensor, key: float, stream: Tensor) -> Tensor:
     """Multiples of 2^-24 below 1 in the shape of `like`, by a hash of place, stream and key."""
-    return (_words(like, key, stream, 0) >> 8).to(like.dtype) / 2**24
+    return _by_rows(like, lambda a, b: _words(a, b, like.shape[-1], int(key), stream, 0).to(like.dtype) / 2**24)
 
 
 def normal(like: Tensor, key: float, stream: Tensor) -> Tensor:
     """Standard normal numbers in the shape of `like`, of two uniform ones each (Box & Muller 1958), in fp64."""
-    a, b = (((_words(like, key, stream, k) >> 8).double() + 0.5) / 2**24 for k in (0, 1))
-    return ((-2 * a.log()).sqrt() * (2 * math.pi * b).cos()).to(like.dtype)
+
+    def made(start: int, stop: int) -> Tensor:
+        a, b = (_words(start, stop, like.shape[-1], int(key), stream, k).double().add_(0.5) / 2**24 for k in (0, 1))
+        return a.log_().mul_(-2).sqrt_().mul_(b.mul_(2 * math.pi).cos_())
+
+    return _by_rows(like, made)
+
+
+def _by_rows(like: Tensor, function: Callable[[int, int], Tensor]) -> Tensor:
+    """Return a matrix of the shape of `like`, of which a function makes the rows [start, stop)."""
+    whole = like.new_empty(like.shape)
+    for a, b in panels(like, like.shape[-2]):
+        whole[..., a:b, :] = function(a, b)
+    return whole
 
 
 def rounding(name: str, step_key: int, stream: Tensor) -> Noise:
     """Return the noise of a matrix state by this name, of stream keys (..., 1, 1), by which a step rounds it."""
-
-    def drawn(start: int, stop: int) -> Tensor:
-        place = torch.arange(64 * start, 64 * stop, device=stream.device).view(stop - start, 64)
-        return (_hashed(place, (step_key ^ keys.stream_key(name)) & _WORD, stream) >> 8).to(torch.float32) / 2**24
-
-    return drawn
+    return lambda a, b: _words(a, b, 64, step_key ^ keys.stream_key(name), stream).to(torch.float32).mul_(2**-24)
 
 
-def _words(like: Tensor, key: float, stream: Tensor, which: int) -> Tensor:
-    """32 random bits for each place of a matrix, as int64."""
-    rows, columns = like.shape[-2:]
-    place = torch.arange(rows * columns, device=like.device).view(rows, columns)
-    return _hashed(2 * place + which, int(key), stream)
+def _words(start: int, stop: int, columns: int, key: int, stream: Tensor, which: int | None = None) -> Tensor:
+    """24 random bits for each place in some rows, as int32: `which` of two, or the only ones.  Hashes of places and of
+    keys are mixed before they meet, so that no two parameters have the same numbers in another order."""
+    place = torch.arange(start * columns, stop * columns, device=stream.device).to(torch.int32).view(-1, columns)
+    of_place = _mixed(place if which is None else 2 * place + which)
+    of_key = _mixed(torch.full_like(stream, keys.signed(key), dtype=torch.int32))
+    return _mixed(of_place + _mixed(stream.to(torch.int32) + of_key)) >> 8 & 2**24 - 1
 
 
-def _hashed(place: Tensor, key: int, stream: Tensor) -> Tensor:
-    """Return 32 bits: hashes of places and of keys are mixed before they meet, so that no two parameters have the same
-    numbers in another order."""
-    word: Tensor = _mixed(_mixed(place & _WORD) + _mixed(stream + _mixed(key) & _WORD) & _WORD)
-    return word
-
-
-def _mixed(x: Any) -> Any:
-    """A bijection of 32 bits that avalanches (Wellons 2018, lowbias32), on int64 or an int."""
-    x = (x ^ x >> 16) * keys.M1 & _WORD
-    x = (x ^ x >> 15) * keys.M2 & _WORD
-    return x ^ x >> 16
+def _mixed(x: Tensor) -> Tensor:
+    """A bijection of 32 bits that avalanches (Wellons 2018, lowbias32), on int32."""
+    x = (x ^ x >> 16 & 0xFFFF).mul_(keys.M1)
+    x ^= x >> 15 & 0x1FFFF
+    x *= keys.M2 - 2**32
+    x ^= x >> 16 & 0xFFFF
+    return x

@@ -23,7 +23,7 @@ _LEAST, _MOST, _OCTAVES = 0x20000000, 0x5F700000, 32 << 8
 """The range of a root, 2^-63 to 2^63.9, as fp32 patterns, and the widest of a block, in units of 2^15 of a pattern."""
 NAN = -128
 """A scale that reads as NaN."""
-AT_ONCE = 2**17
+AT_ONCE = 2**16
 """Numbers that are worked on at a time on a CPU."""
 
 
@@ -50,10 +50,10 @@ def panels(x: Tensor, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """Return x (..., rows, columns) as (..., blocks, 64): row after row, filled up with zeros."""
+    """Return x (..., rows, columns) as (..., blocks, 64): row after row, filled up with the last number."""
     flat = x.reshape(*x.shape[:-2], x.shape[-2:].numel())
     more = -flat.shape[-1] % MATRIX_BLOCK
-    flat = torch.nn.functional.pad(flat, (0, more)) if more else flat
+    flat = torch.cat([flat, flat[..., -1:].expand(*flat.shape[:-1], more)], -1) if more else flat
     return flat.view(*x.shape[:-2], flat.shape[-1] // MATRIX_BLOCK, MATRIX_BLOCK)
 
 
@@ -67,11 +67,12 @@ def _coded(x: Tensor, noise: Noise | None = None, dense: bool = False) -> tuple[
     scale = torch.empty_like(flat[..., :1], dtype=torch.int16)
     for a, b in panels(flat, flat.shape[-2]):
         some = flat[..., a:b, :]
-        top = some.abs().amax(-1, keepdim=True).view(torch.int32)
+        size = some.abs()
+        top = size.amax(-1, keepdim=True).view(torch.int32)
         up = torch.where(top < 0x7F800000, (top + 0x7FF0).clamp(max=0x7F7F8000), 0x7FC00000)
         scale[..., a:b, :] = up >> 15
         by = _scales(scale[..., a:b, :]).clamp(min=_TINY)
-        place = (some * 2 / (some.abs() + by) if dense else some / by).mul_(_LAST)
+        place = ((some * 2).div_(size.add_(by)) if dense else torch.div(some, by, out=size)).mul_(_LAST)
         place = place.round_() if noise is None else place.add_(noise(a, b)).floor_()
         codes[..., a:b, :] = place.clamp_(-_LAST, _LAST)
     return codes.flatten(-2)[..., : x.shape[-2:].numel()].reshape(x.shape), scale
@@ -86,8 +87,9 @@ def _read(codes: Tensor, scale: Tensor, dense: bool = False) -> Tensor:
     flat = _blocks(codes)
     out = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
     for a, b in panels(flat, flat.shape[-2]):
-        torch.mul(flat[..., a:b, :], _scales(scale[..., a:b, :]), out=out[..., a:b, :])
-        out[..., a:b, :].div_(2 * _LAST - flat[..., a:b, :].float().abs_() if dense else _LAST)
+        some = flat[..., a:b, :].float()
+        read = torch.mul(some, _scales(scale[..., a:b, :]), out=out[..., a:b, :])
+        read.div_(2 * _LAST - some.abs_() if dense else _LAST)
     return out.flatten(-2)[..., : codes.shape[-2:].numel()].reshape(codes.shape)
 
 
@@ -163,15 +165,14 @@ def _encode_nonneg(x: Tensor, noise: Noise | None = None) -> tuple[Tensor, Tenso
     Both are kept in 16 bits, rounded down and up (..., blocks, 2); what is further than 32 octaves below the largest
     counts as so far below.
     """
-    flat = _blocks((x + 0.0).sqrt()).view(torch.int32)
-    live = torch.arange(flat.shape[-2:].numel(), device=x.device).view(flat.shape[-2:]) < x.shape[-2:].numel()
-    wrong = (flat >= 0x7F800000) | (flat < 0)
-    flat = flat.clamp(_LEAST, _MOST)
-    high = (flat.amax(-1, keepdim=True) >> 15) + 1
-    low = torch.where(live, flat, _MOST).amin(-1, keepdim=True) >> 15
-    low = torch.maximum(low, high - _OCTAVES)
-    ends = torch.cat([low, high], -1).where(~wrong.any(-1, keepdim=True), NAN)
-    place = (flat - (low << 15)).float().div_((high - low << 15) // 255).clamp_(min=0).sub_(_LAST + 1)
+    flat = _blocks((x + 0.0).sqrt_()).view(torch.int32)
+    least, most = flat.amin(-1, keepdim=True), flat.amax(-1, keepdim=True)
+    wrong = (most >= 0x7F800000) | (least < 0)
+    high = (most.clamp_(_LEAST, _MOST) >> 15) + 1
+    low = torch.maximum(least.clamp_(_LEAST, _MOST) >> 15, high - _OCTAVES)
+    ends = torch.cat([low, high], -1).where(~wrong, NAN)
+    place = flat.clamp_(_LEAST, _MOST).sub_(low << 15).float().div_((high - low << 15) // 255)
+    place = place.clamp_(min=0).sub_(_LAST + 1)
     place = place.round_() if noise is None else place.add_(noise(0, flat.shape[-2])).floor_()
     codes = place.clamp_(-_LAST - 1, _LAST).to(torch.int8)
     return codes.flatten(-2)[..., : x.shape[-2:].numel()].reshape(x.shape), ends.to(torch.int16)
@@ -180,7 +181,7 @@ def _encode_nonneg(x: Tensor, noise: Noise | None = None) -> tuple[Tensor, Tenso
 def _root(codes: Tensor, ends: Tensor) -> Tensor:
     """Return the root of what `_encode_nonneg` keeps; 0 of fields of zeros, before the first step."""
     low, high = (x[..., None] for x in (ends.to(torch.int32) & 0xFFFF).unbind(-1))
-    flat: Tensor = (low << 15) + (_blocks(codes).to(torch.int32) + 128) * ((high - low << 15) // 255)
+    flat: Tensor = (_blocks(codes).to(torch.int32) + 128).mul_((high - low << 15) // 255).add_(low << 15)
     return flat.view(torch.float32).flatten(-2)[..., : codes.shape[-2:].numel()].reshape(codes.shape)
 
 
