@@ -4,7 +4,7 @@
     first_use  the time until a ready-made class is there, with and without a cache
     host      the host's part of a step (docs/contract.md)
     kernel    one C++ kernel by itself, or beside the text that another revision has kept
-    matrices  steps of Muon and SOAP beside the products that they consist of (docs/formats.md)
+    matrices  steps of rules of matrices beside the products that they consist of (docs/formats.md)
     memory    the peak of whole training steps (docs/benchmarks/memory-*.md)
     watch     steps under `opt.watch` beside plain ones (docs/watch.md)
 
