@@ -92,19 +92,21 @@ def products(m: int, n: int, spaces: Collection[str] = ()) -> int:
 
 def _sum(beta: float, x: Tensor, alpha: float, left: Tensor, right: Tensor) -> Tensor:
     """beta x + alpha left right."""
-    function = torch.baddbmm if x.ndim == 3 else torch.addmm
-    return function(x, left, right, beta=beta, alpha=alpha)
+    return (torch.baddbmm if x.ndim == 3 else torch.addmm)(x, left, right, beta=beta, alpha=alpha)
 
 
 def _symmetric(beta: float, x: Tensor | None, alpha: float, left: Tensor, right: Tensor) -> Tensor:
     """beta x + alpha left right, which is symmetric, by blocks, each with its mirror image once.  The bits are those of
     one product, whose entries are sums in the order of `left`'s columns."""
+    if left.ndim > 2:
+        each = zip(left, right, itertools.repeat(None) if x is None else x, strict=False)
+        return torch.stack([_symmetric(beta, y, alpha, a, b) for a, b, y in each])
     size = left.shape[-2]
-    whole = left.new_empty(*left.shape[:-1], size)
+    whole = left.new_empty(size, size)
     for a, b in itertools.pairwise(size * k // 8 for k in range(9)):
-        rows, columns = left[..., a:b, :], right[..., a:]
-        made = rows @ columns if x is None else _sum(beta, x[..., a:b, a:], alpha, rows, columns)
-        whole[..., a:b, a:], whole[..., b:, a:b] = made, made[..., b - a :].mT
+        rows, columns = left[a:b], right[:, a:]
+        whole[a:b, a:] = made = rows @ columns if x is None else _sum(beta, x[a:b, a:], alpha, rows, columns)
+        whole[b:, a:b] = made[:, b - a :].mT
     return whole
 
 
@@ -243,8 +245,7 @@ def streams(stream: int, lead: Sequence[int], device: torch.device, first: int =
 
     first  number of the first one in the parameter
     """
-    numbers = torch.arange(first, first + math.prod(lead), device=device)
-    return (stream + numbers * keys.M3 & 2**32 - 1).view(*lead, 1, 1)
+    return ((stream + torch.arange(first, first + math.prod(lead), device=device) * keys.M3) % 2**32).view(*lead, 1, 1)
 
 
 def uniform(like: Tensor, key: float, stream: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ def _read(codes: Tensor, scale: Tensor, dense: bool = False) -> Tensor:
     out = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
     for a, b in panels(flat, flat.shape[-2]):
         some = flat[..., a:b, :].float()
-        read = torch.mul(some, _scales(scale[..., a:b, :]), out=out[..., a:b, :])
-        read.div_(2 * _LAST - some.abs_() if dense else _LAST)
+        torch.mul(some, _scales(scale[..., a:b, :]), out=out[..., a:b, :])
+        out[..., a:b, :].div_(2 * _LAST - some.abs_() if dense else _LAST)
     return out.flatten(-2)[..., : codes.shape[-2:].numel()].reshape(codes.shape)
 
 
@@ -167,10 +167,9 @@ def _encode_nonneg(x: Tensor, noise: Noise | None = None) -> tuple[Tensor, Tenso
     """
     flat = _blocks((x + 0.0).sqrt_()).view(torch.int32)
     least, most = flat.amin(-1, keepdim=True), flat.amax(-1, keepdim=True)
-    wrong = (most >= 0x7F800000) | (least < 0)
-    high = (most.clamp_(_LEAST, _MOST) >> 15) + 1
-    low = torch.maximum(least.clamp_(_LEAST, _MOST) >> 15, high - _OCTAVES)
-    ends = torch.cat([low, high], -1).where(~wrong, NAN)
+    high = (most.clamp(_LEAST, _MOST) >> 15) + 1
+    low = torch.maximum(least.clamp(_LEAST, _MOST) >> 15, high - _OCTAVES)
+    ends = torch.cat([low, high], -1).where((most < 0x7F800000) & (least >= 0), NAN)
     place = flat.clamp_(_LEAST, _MOST).sub_(low << 15).float().div_((high - low << 15) // 255)
     place = place.clamp_(min=0).sub_(_LAST + 1)
     place = place.round_() if noise is None else place.add_(noise(0, flat.shape[-2])).floor_()
