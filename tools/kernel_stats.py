@@ -650,7 +650,7 @@ def compiled_to_fit(job: Job, target: str, listed: bool = False) -> tuple[Compil
 def count(job: Job, target: str) -> Stats:
     """Count a kernel; one that spills in the registers that are planned for it, with those that it is launched with."""
     planned, made = compiled_to_fit(job, target, listed=True)
-    stats = analyse(made, job.elements, job.panels, job.grain if job.bytes else (0, 0), job.loads)
+    stats = analyse(made, job.elements, job.panels or job.tiled, job.grain if job.bytes else (0, 0), job.loads)
     return replace(stats, bytes=job.bytes, stack=planned.stack)
 
 
