@@ -24,9 +24,9 @@ MOST = 0.95
 
 KNOWN: Mapping[str, float] = {
     "adadelta.int8_split24": 1.27, "adahessian.int8_split24": 1.08, "adai.int8_split24.4": 1.06,
-    "adalite.int8_split24.19": 1.14, "adalite.int8_split24.7_few": 1.31, "adam_atan2.int8_split24": 1.15,
-    "adamg.int8_split24": 1.42, "adamp.int8_split24.1": 1.02, "adamp.int8_split24.1_few": 1.25,
-    "adamuon.int8_split24.1": 1.0, "adamw.bnb8": 1.91, "adamw.flashoptim": 1.05,
+    "adalite.int8_split24.19": 1.14, "adalite.int8_split24.19_few": 1.26, "adalite.int8_split24.7_few": 1.31,
+    "adam_atan2.int8_split24": 1.15, "adamg.int8_split24": 1.42, "adamp.int8_split24.1": 1.02,
+    "adamp.int8_split24.1_few": 1.25, "adamuon.int8_split24.1": 1.0, "adamw.bnb8": 1.91, "adamw.flashoptim": 1.05,
     "adamw.int4_factored_split24.2_few": 1.06, "adamw.int4_split24": 1.07, "adamw.int5_factored_split24.2_few": 1.06,
     "adamw.int5_split24": 1.22, "adamw.int6_split24": 1.18,
     "adamw.int8_split24.float16": 1.06, "adamw.lpmm4.1_few": 1.18, "adamw.lpmm4_factor.2_few": 1.06,
@@ -38,10 +38,9 @@ KNOWN: Mapping[str, float] = {
     "dadapt_adan.int8_split24.2_few": 1.06, "diffgrad.int8_split24": 1.16, "exadam.int8_split24": 1.03,
     "ftrl.int8_split24": 0.97, "grokfast_adamw.int8_split24": 0.96,
     "kate.int8_split24": 1.43, "padam.int8_split24": 1.37, "prodigy.int8_split24.5": 1.05, "racs.int8_split24.4": 1.18,
-    "sadam.int8_split24": 1.71, "sgdf.int8_split24": 0.98, "soap.int8_split24.3": 0.97,
+    "racs.int8_split24.4_few": 1.3, "sadam.int8_split24": 1.71, "sgdf.int8_split24": 0.98, "soap.int8_split24.3": 0.97,
     "spam.int8_split24": 0.96, "stable_adamw.int8_split24.1": 1.14, "stable_adamw.int8_split24.1_few": 1.14,
-    "stable_spam.int8_split24.1": 1.0, "vradam.int8_split24.1": 1.03, "vradam.int8_split24.1_few": 1.06,
-    "vsgd.int8_split24": 1.16,
+    "vradam.int8_split24.1": 1.03, "vradam.int8_split24.1_few": 1.06, "vsgd.int8_split24": 1.16,
 }  # fmt: skip
 """Sweeps of which one pipe is busy for longer, and for which share."""
 

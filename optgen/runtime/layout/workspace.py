@@ -52,8 +52,7 @@ def sent(host: Tensor, device: torch.device) -> Tensor:
 
 
 FEW = 1024
-"""Panels of a matrix below which a sweep that sums columns takes smaller ones in fast maths: a warp takes 40 to 190 us
-for one, and the memory of an H200 8 to 35 us for a matrix of 256 (docs/kernels.md)."""
+"""Panels of a matrix below which sweeps with sums take smaller ones in fast maths: one takes a warp 10 to 190 us."""
 
 
 SMALL_SEGMENT = 4096
@@ -71,7 +70,8 @@ def panel(variant: Variant, stage: Stage, shape: torch.Size) -> tuple[int, int]:
     few = few and not (variant.rule and variant.rule.strict)
     if "col" not in summed:  # two states and sums of rows of four parts at a time take 222 registers (AdamP)
         crowded = few and summed and len({*variant.states} & {*variant.owners_in(stage)}) > 1
-        return (16, 256) if crowded else (8, wide)
+        narrow = few and summed and not variant.stored_by(stage)  # compilers load two parts at once, not four
+        return (16, 256) if crowded else (8, wide // 2 if narrow else wide)
     return (16, 256) if few else (sums.PANEL_ROWS, wide)
 
 
