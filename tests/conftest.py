@@ -37,9 +37,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 # tests on a device (`make gpu-check`) and those whose PTX is emulated (tests/test_ptx.py); others that compile start a
 # process of their own (see `compiling`).
 if capability := os.environ.get("OPTGEN_EMULATE"):
-    from tests.ptx import driver
+    from tests.ptx import driver, pretended
 
-    driver.install(int(capability))
+    (pretended if "OPTGEN_PRETEND" in os.environ else driver).install(int(capability))
 elif os.environ.get("OPTGEN_TEST_DEVICE") != "cuda":
     os.environ["TRITON_INTERPRET"] = "1"
     quicken()
