@@ -36,10 +36,10 @@ def newton_schulz(x: Tensor, steps: float, normalize: float, eps: float, *coeffi
         coefficients = tuple(x for t in series.SEEN[int(coefficients[0])] for x in t)
     triples = [coefficients[k : k + 3] for k in range(0, len(coefficients), 3)]
     rounds = [triples[min(k, len(triples) - 1)] for k in range(int(steps))]
-    summed = _symmetric if _is_large(x) else _sum
+    large = x.device.type == "cpu" and x.shape[-2] >= LARGE
     for a, b, c in rounds:
-        square = gram(x)
-        x = _sum(a, x, 1.0, summed(b, square, c, square, square) if c else b * square, x)
+        square = gram(x) if large else x @ x.mT
+        x = _sum(a, x, 1.0, (_symmetric if large else _sum)(b, square, c, square, square) if c else b * square, x)
     return x if wide else x.mT
 
 
@@ -112,11 +112,8 @@ def _symmetric(beta: float, x: Tensor | None, alpha: float, left: Tensor, right:
 
 def gram(x: Tensor) -> Tensor:
     """x @ x.mT."""
-    return _symmetric(0.0, None, 1.0, x, x.mT) if _is_large(x) else x @ x.mT
-
-
-def _is_large(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.shape[-2] >= (LARGE if x.dtype == torch.bfloat16 else LARGE // 4)
+    large = x.device.type == "cpu" and x.shape[-2] >= (LARGE if x.dtype == torch.bfloat16 else LARGE // 4)
+    return _symmetric(0.0, None, 1.0, x, x.mT) if large else x @ x.mT
 
 
 def qr(x: Tensor) -> Tensor:
