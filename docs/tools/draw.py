@@ -248,7 +248,7 @@ def curves() -> Figure:
 
 
 def language_model() -> Figure:
-    """Draw training losses of language_model.json, and their differences to fp32, as means over seeds."""
+    """Draw training losses of one seed of language_model.json, and all differences to fp32 with their means."""
     from docs.tools import language_model as model
 
     kept = model.load()
@@ -260,15 +260,15 @@ def language_model() -> Figure:
     for (top, below), (rule, lr) in zip(axes.T, rules, strict=True):
         for plan, colour in {"fp32": RED, **colours}.items():
             if found := model.pairs(kept, rule.name, plan, lr):
-                losses = np.mean([[run["train"] for run in both] for both in found], 0)
-                points = losses.reshape(2, -1, model.EVERY // model.WINDOW).mean(2)
-                at = model.EVERY * np.arange(1, 1 + len(points[0]))
-                top.plot(at, points[1], color=colour)
-                below.plot(at, points[1] - points[0], color=colour, label=plan)
-        top.set(title=f"{rule.name}: training loss")
+                losses = np.array([[run["train"] for run in both] for both in found])
+                points = losses.reshape(len(found), 2, -1, model.EVERY // model.WINDOW).mean(3)
+                at, change = model.EVERY * np.arange(1, 1 + points.shape[2]), points[:, 1] - points[:, 0]
+                top.plot(at, points[0, 1], color=colour)
+                below.plot(at, change.T, color=colour, alpha=0.3, linewidth=1)
+                below.plot(at, change.mean(0), color=colour, label=plan)
+        top.set(title=f"{rule.name}: training loss of one seed")
         below.set(title="minus fp32, same seeds and batches", xlabel="step")
-    axes[0, 0].set_ylabel("nats per token")
-    axes[1, 0].set_ylabel("nats per token")
+    drawn.supylabel("nats per token", fontsize=11)
     drawn.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return drawn
 

@@ -48,14 +48,14 @@ SECTION = """\
 The demo's model with 7 layers of width 320, trained on Python's standard library: 1,024 steps of 8 x 256 tokens, 2.1
 million in all, of a byte-level BPE with 4,096 entries. Layers multiply in bf16. Plans in few bits start from the same
 weights as fp32, and runs of one seed see the same batches. AdamW has betas (0.9, 0.95); under Muon embeddings, vectors
-and the head have AdamW. The weight decay is 0.1. AdamW's learning rate had the least loss after the first 128 steps
-in fp32, with a seed that is in no row. Muon has it for what has AdamW, and the usual 0.02 for matrices: in 128 steps
-mostly embeddings and the head learn, so that a search as short as this takes ever smaller ones.
+and the head have AdamW. The weight decay is 0.1. AdamW's learning rate had the least loss after the first 128 steps in
+fp32, with a seed that is in no row. Under Muon matrices have the usual 0.02, since 128 steps would choose too small a
+rate for them, and the rest has AdamW's.
 
-Rows of *fp32* are validation losses in nats per token, as means over quarters of the run. Other rows are differences
-to them, seed by seed, and have a 95 % interval where there are three seeds. *rows reversed* is fp32 with the rows of
-each batch in reverse order: the same sums, rounded otherwise. A difference of one seed means something if it is larger
-than that row's. *fp32_master* has fp32 states and masters beside weights in bf16: what the forward pass loses by these.
+Rows of *fp32* are validation losses in nats per token, as means over quarters of the run. Other rows are differences to
+them, seed by seed, and have a 95 % interval where there are three seeds. *rows reversed* is fp32 with the rows of each
+batch in reverse order: the same sums, rounded otherwise. A difference of one seed that is not well above that row's may
+be rounding alone. *fp32_master*: fp32 states and masters beside bf16 weights.
 
     .venv/bin/python -m docs.tools.language_model
 
