@@ -32,7 +32,7 @@ def claims() -> Data:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_all_claims_hold(every: bool, claims: Data, tmp_path: Path) -> None:
     made = written.claims() if every else claims
-    assert len(made["formats"]) >= (85 if every else 25) and len(made["weights"]) >= 7
+    assert len(made["formats"]) >= (75 if every else 25) and len(made["weights"]) >= 7
     file = tmp_path / "claims.json"
     file.write_text(json.dumps(made), encoding="utf-8")
     done = subprocess.run([sys.executable, "-I", CHECKER, file], capture_output=True, text=True)
