@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.product import multiplies, refusal, settings_of
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TABLE = Path(__file__).parent / "golden" / "bits.json"
+PAGE = Path(__file__).parents[1] / "docs" / "reproducible.md"
 PLANS = ("fp32", "bf16_sr", "int8_split24", "int4_split24", "flashoptim")
 SHAPES = ((64, 80), (13, 70), (37,))
 """Of whole blocks, of rows that end within a block, of less than a block."""
@@ -96,6 +98,13 @@ def test_weights_and_states_have_the_bits_that_they_had(rule: str) -> None:
     if kind(rule) not in known:
         pytest.skip("products have other bits on this processor: write the table before a change and compare")
     assert {plan: bits(rule, plan, "reference") for plan in plans_of(rule)} == known[kind(rule)][rule]
+
+
+def test_the_page_counts_the_digests() -> None:
+    parts = json.loads(TABLE.read_text(encoding="utf-8")).values()
+    found = {(rule, plan) for part in parts for rule, plans in part.items() for plan in plans}
+    said = re.findall(r"([\d,]+) digests", PAGE.read_text(encoding="utf-8"))
+    assert [int(number.replace(",", "")) for number in said] == [len(found)]
 
 
 @pytest.mark.full

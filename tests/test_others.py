@@ -1,6 +1,6 @@
 """The runner of other packages' tests, on a made-up package; and those packages', where OPTGEN_OTHERS has checkouts."""
 
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import optgen
 from optgen import optim
 from tests.others import __main__ as others
+from tests.others import emerging
 from tests.test_migration import SECTIONS
 
 PACKAGE = """
@@ -30,6 +32,7 @@ SUITES = (
           {"_unwanted|_unexplained": "not today"}),
     Suite("int8", "theirs", ("test_ranks.py",), kind="two ranks", ranks=2),
 )
+FILES_LEFT_OUT = {"theirs: no optimizers": "test_data.py of/test_data.py", "ours: none": "test_gone.py test_it.py"}
 """
 TESTS = """
 import pytest
@@ -68,12 +71,16 @@ def test_counts_and_what_has_no_reason(
     (tmp_path / "made_up" / "theirs").mkdir(parents=True)
     (tmp_path / "made_up" / "theirs" / "test_it.py").write_text(TESTS, encoding="utf-8")
     (tmp_path / "made_up" / "theirs" / "test_ranks.py").write_text(OF_RANKS, encoding="utf-8")
+    for name in ("test_data.py", "test_new.py", "of/test_data.py", "of/reference.py"):
+        (path := tmp_path / "made_up" / "theirs" / name).parent.mkdir(exist_ok=True)
+        path.write_text("raise SystemExit")
     (tmp_path / "of_made_up.py").write_text(PACKAGE, encoding="utf-8")
     (page := tmp_path / "page.md").write_text(f"before\n{others.BEGIN}old\n{others.END}after\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(others, "RECORD", tmp_path / "record.json")
     monkeypatch.setattr(others, "PAGE", page)
+    monkeypatch.setattr(others, "REASONS", reasons := tmp_path / "reasons.md")
     monkeypatch.setattr(others, "PACKAGES", {"made_up": "of_made_up"})
     assert others.main([str(tmp_path), "--page"]) == 1
     wrong = capfd.readouterr().err
@@ -81,6 +88,9 @@ def test_counts_and_what_has_no_reason(
     assert "made_up, fp32: test_it.py::test_skipped: skipped, and no reason is given" in wrong
     assert "made_up, int8: '_passes' explains no test" in wrong
     assert "made_up, int8, two ranks: test_ranks.py::test_on_one: failed" in wrong and "test_on_both" not in wrong
+    assert "made_up: test_new.py is not run, and FILES_LEFT_OUT has no reason" in wrong and "test_data" not in wrong
+    assert "made_up: test_it.py of FILES_LEFT_OUT is run" in wrong and "reference" not in wrong
+    assert "made_up: test_gone.py of FILES_LEFT_OUT is not there" in wrong
     kept = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["made_up"]["fp32"]
     assert (kept["passed"], kept["failed"], kept["left out"]) == (1, 2, 3)
     assert kept["kinds"] == [
@@ -89,7 +99,10 @@ def test_counts_and_what_has_no_reason(
     ]
     text = page.read_text(encoding="utf-8")
     assert text.startswith("before\n") and text.endswith(f"{others.END}after\n") and "old" not in text
-    assert "| made_up unknown | `fp32` | 1 | 2 | 3 |\n" in text and "| made_up | theirs: a reason | 1 |\n" in text
+    assert "| made_up unknown | `fp32` | 1 | 2 | 3 |\n" in text
+    text = reasons.read_text(encoding="utf-8")
+    assert "| made_up | theirs: a reason | 1 |\n" in text
+    assert "| made_up | theirs: no optimizers | 2 |\n| made_up | ours: none | 1 |\n" in text
 
 
 def checkouts() -> Path:
@@ -102,6 +115,29 @@ def checkouts() -> Path:
 def test_other_packages_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "RECORD", tmp_path / "record.json")
     assert others.main([str(checkouts())]) == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [3, 10])
+def test_soap_of_emerging_is_ours_but_for_what_its_spec_says(size: int) -> None:
+    """Matrices have full rank: in directions without a gradient, both divide a rounding error by its own size."""
+    path = checkouts() / "emerging" / "tests" / "soap_reference.py"
+    made = importlib.util.spec_from_file_location("soap_reference", path)
+    assert made and made.loader
+    made.loader.exec_module(module := importlib.util.module_from_spec(made))
+    draw = torch.Generator().manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.ones(size, size)) for _ in range(2))
+    options: Any = {"lr": 0.5, "betas": (0.75, 0.75), "shampoo_beta": 0.5, "eps": 1e-3, "weight_decay": 0.125}
+    steps = (
+        optgen.compile(emerging.soap_reference, "fp32")([ours], **options),
+        module.ReferenceSoap([theirs], **options, precondition_frequency=1),
+    )
+    for _ in range(7):
+        ours.grad = torch.randn(size, size, generator=draw)
+        theirs.grad = ours.grad.clone()
+        for optimizer in steps:
+            optimizer.step()
+        assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
 
 
 ON_CPU = {

@@ -409,7 +409,7 @@ def transfer() -> Figure:
 
 
 def lightbench() -> Figure:
-    """Draw the steps in which five rules pass LightBench's tasks under eight storages, from lightbench.json."""
+    """Draw the steps in which five rules pass LightBench's tasks under nine storages, from lightbench.json."""
     from docs.tools import lightbench as l
 
     cells = json.loads(l.RECORD.read_text(encoding="utf-8"))["cells"]

@@ -1,8 +1,9 @@
-"""Run LightBench's tasks by five rules under eight storages: which are passed, and in how many steps.
+"""Run LightBench's tasks by five rules under nine storages: which are passed, and in how many steps.
 
     python -m docs.tools.lightbench          cells that docs/benchmarks/lightbench.json lacks, then a table of all
 
-Needs lightbench 0.1.1 (`pip install --no-deps lightbench typer`), but not its runner, heavyball and optuna, nor a GPU.
+Needs lightbench 0.1.1 (`pip install --no-deps lightbench typer`) and bitsandbytes, but not heavyball and optuna, which
+LightBench's runner has, nor a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -34,13 +35,17 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs/benchmarks/lightbench.json"
 SEED = 0
 BF16 = ("int8_split24", "int6_split24", "int4_split24", "flashoptim", "bf16")
-PLANS = ("fp32", "int8", *BF16, "bnb8")
-"""Storages: weights are bf16 under those of BF16, and else fp32."""
+PLANS = ("fp32", "int8", *BF16, "bnb8", "bitsandbytes")
+"""Storages: weights are bf16 under those of BF16, and else fp32; the last one is the package itself."""
 
 
 LARGE, SMALL = (1e-1, 3e-2, 3e-1, 1e-2, 1.0), (3e-2, 1e-2, 1e-1, 3e-3, 3e-1)
 RULES = {"AdamW": LARGE, "Lion": SMALL, "Muon": LARGE, "SOAP": LARGE, "CAME": SMALL}
 """Rules, and their learning rates in the order in which they are tried."""
+
+OF_PACKAGE = ("AdamW", "Lion")
+NEAR, TWICE = 0.95, " in twice the steps"
+"""A level that fp32 passes in more than this share of the steps is run again with twice as many."""
 
 
 class Task(NamedTuple):
@@ -129,6 +134,10 @@ def class_of(rule: str, plan: str) -> Any:
     import optgen
     from specs import plans
 
+    if plan == "bitsandbytes":
+        import bitsandbytes
+
+        return partial(getattr(bitsandbytes.optim, f"{rule}8bit"), min_8bit_size=0)
     return optgen.compile(rule.lower(), plan=getattr(plans, plan).but(small_numel=0, name=f"{plan}_all"))
 
 
@@ -193,18 +202,28 @@ def key_of(task: str, level: str, rule: str, plan: str) -> str:
     return f"{task}-{level}, {rule}, {plan}"
 
 
+def levels(found: Cells) -> Iterator[tuple[Task, str, str, str]]:
+    """Yield (task, level, rule, storage): all, then those again, with twice the steps, that are near the limit."""
+    storages = [(plan, rule) for plan, rule in product(PLANS, RULES) if plan != PLANS[-1] or rule in OF_PACKAGE]
+    for task in TASKS:
+        yield from ((task, level, rule, plan) for level, (plan, rule) in product(task.levels, storages))
+    for task in TASKS:
+        for level, (plan, rule) in product(task.levels, storages):
+            if found[key_of(task.name, level, rule, "fp32")][0] > NEAR * task.steps:
+                yield task._replace(steps=2 * task.steps), f"{level}{TWICE}", rule, plan
+
+
 def run(path: Path) -> Cells:
-    """Run what the file lacks, level by level, and write it after each cell.
+    """Run what the file lacks, and write it after each cell.
 
     fp32 takes the best of five rates.  Others begin at that rate, and are not run where fp32 passes at none.
     """
     found: Cells = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else {}
-    made = {name: version(name) for name in ("lightbench", "torch")} | {"processor": cpu_model()}
-    levels = ((task, level) for task in TASKS for level in task.levels)
-    for (task, level), plan, rule in product(levels, PLANS, RULES):
+    made = {name: version(name) for name in ("lightbench", "torch", "bitsandbytes")} | {"processor": cpu_model()}
+    for task, level, rule, plan in levels(found):
         key, base = (key_of(task.name, level, rule, name) for name in (plan, "fp32"))
         if key not in found and (plan == "fp32" or found[base][0]):
-            found[key] = cell(task, level, rule, plan, 0.0 if plan == "fp32" else found[base][1])
+            found[key] = cell(task, level.removesuffix(TWICE), rule, plan, 0.0 if plan == "fp32" else found[base][1])
             path.with_suffix(".part").write_text(packed({"made": made, "cells": found}), encoding="utf-8")
             path.with_suffix(".part").replace(path)
             print(key, *found[key], flush=True)
@@ -214,7 +233,7 @@ def run(path: Path) -> Cells:
 def passed(found: Cells) -> Iterator[list[object]]:
     """Yield a row for each storage: its cells by how they are passed, and steps over fp32's at the same rate."""
     for plan in PLANS[1:]:
-        mine = {key: cell for key, cell in found.items() if key.endswith(f", {plan}")}
+        mine = {key: cell for key, cell in found.items() if key.endswith(f", {plan}") and TWICE not in key}
         pairs = [(found[key.removesuffix(plan) + "fp32"], cell) for key, cell in mine.items()]
         times = sorted(b[0] / a[0] for a, b in pairs if a[1] == b[1])
         failed = sum(not b[0] for _, b in pairs)
@@ -228,3 +247,4 @@ if __name__ == "__main__":
     cells = run(Path(sys.argv[1]) if sys.argv[1:] else RECORD)
     head = "", "passed at fp32's rate", "at another rate", "not passed", "steps over fp32's"
     print("\n".join(table(head, passed(cells))))
+    print(*(f"{key}: {steps or 'not passed'}" for key, (steps, *_) in cells.items() if TWICE in key), sep="\n")

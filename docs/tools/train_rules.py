@@ -169,8 +169,8 @@ def row(v: Verdict) -> list[str]:
 
 
 def page(kept: Mapping[str, Any], text: str) -> str:
-    """Return the text of training.md with its tables of the runs that are there."""
-    found = parts(kept)
+    """Return the text of training.md with its tables of the runs that are there, and show something."""
+    found = {name: [v for v in part if v.difference(WIDEST) != "–"] for name, part in parts(kept).items()}
     text = with_table(text, "Rules", table(HEAD, map(row, found["rules"])))
     text = with_table(text, "Matrix rules, SAM and Sophia", table(HEAD, map(row, found["tuned"])))
     plans = [(f"`{v.rule}`", v.difference(WIDEST), f"{v.bytes_few:.2f}") for v in found["plans"]]

@@ -7,8 +7,9 @@ Nothing of the packages is kept here.  DIR has a checkout of each, and PYTHONPAT
     git clone https://github.com/pytorch/torchtitan                           # what it requires
     git clone https://github.com/huggingface/pytorch-image-models timm        # what it requires
 
-A module of this folder is a package.  It has `SUITES`, and if it must, a function `install(plan)`, which replaces what
-the tests import by classes of optgen before any of them is collected.
+A module of this folder is a package.  It has `SUITES`, `FILES_LEFT_OUT` (a reason, "ours: ..." or "theirs: ...", -> the
+files of tests in the suites' folders that none of them runs), and if it must, a function `install(plan)`, which
+replaces what the tests import by classes of optgen before any of them is collected.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ class Suite:
 
     rewrites   regular expressions and their replacements in all Python files of the copy: devices, names
     failing    regular expression of tests that fail -> "ours: ..." or "theirs: ...", the reason
-    left_out   regular expression of tests that are not run -> the reason
+    left_out   regular expression of tests that are not run -> "ours: ..." or "theirs: ...", the reason
     environ    further variables of the process; without, kernels are eager and Triton's interpreted
     ranks      processes that run the tests together, over gloo: a test passes if it does on each
 

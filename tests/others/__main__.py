@@ -3,7 +3,8 @@
     python -m tests.others DIR [NAME ...]   those whose checkouts are in DIR; NAME: a package or `package:suite`
     python -m tests.others --page           write the table again
 
-Exits with 1 if a test fails or is skipped that no reason of its suite explains, or if a reason explains none.
+Exits with 1 if a test fails or is skipped that no reason of its suite explains, if a reason explains none, or if a file
+of tests is neither run nor among the package's FILES_LEFT_OUT.
 """
 
 import argparse
@@ -26,7 +27,10 @@ from tools import prose
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORD, PAGE = ROOT / "docs" / "benchmarks" / "others.json", ROOT / "docs" / "evidence.md"
+REASONS = RECORD.with_suffix(".md")
 PACKAGES = {p.stem: f"tests.others.{p.stem}" for p in HERE.glob("*.py") if p.stem != "plugin" and p.stem[0] != "_"}
+FILES = "files left out"
+"""The entry of a package's record that has reasons and numbers of files."""
 BEGIN, END = "<!-- python -m tests.others --page -->\n", "<!-- end -->\n"
 
 
@@ -82,6 +86,18 @@ def judge(suite: Suite, outcomes: Mapping[str, str]) -> tuple[dict[str, Any], li
     return entry, wrong
 
 
+def files_left_out(module: Any, checkout: Path) -> tuple[list[list[Any]], list[str]]:
+    """Return [reason, files] of files of tests that no suite runs, and what is wrong: files that have no reason."""
+    run = {name for suite in module.SUITES for name in suite.files}
+    named = {name: reason for reason, names in module.FILES_LEFT_OUT.items() for name in names.split()}
+    folders = [checkout / folder for folder in sorted({suite.folder for suite in module.SUITES})]
+    there = {path.relative_to(folder).as_posix() for folder in folders for path in folder.rglob("test_*.py")}
+    wrong = [f"{name} is not run, and FILES_LEFT_OUT has no reason" for name in sorted(there - run - named.keys())]
+    wrong += [f"{name} of FILES_LEFT_OUT is run" for name in sorted(named.keys() & run)]
+    wrong += [f"{name} of FILES_LEFT_OUT is not there" for name in sorted(named.keys() - there)]
+    return [[reason, sum(named.get(name) == reason for name in there)] for reason in module.FILES_LEFT_OUT], wrong
+
+
 def chosen(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, Suite]]:
     """Yield (package, suite) of the names; without any, of all packages with a checkout."""
     for name in names or [package for package in PACKAGES if (folder / package).is_dir()]:
@@ -94,40 +110,59 @@ def chosen(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, Suite]]:
         yield from ((package, suite) for suite in found)
 
 
+def record(package: str, name: str, entry: Any) -> None:
+    kept = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    kept.setdefault(package, {})[name] = entry
+    RECORD.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def run(folder: Path, names: Sequence[str]) -> list[str]:
     """Run suites, put their entries into the record as they come, and return what is wrong."""
     found: list[str] = []
     suites = list(chosen(folder, names))
     if not suites:
         sys.exit(f"{folder} has no checkout of {', '.join(PACKAGES)}; tests/others/__init__.py says how to get them")
+    for package in dict.fromkeys(package for package, _ in suites):
+        files, wrong = files_left_out(importlib.import_module(PACKAGES[package]), folder / package)
+        found += [f"{package}: {problem}" for problem in wrong]
+        record(package, FILES, files)
     for package, suite in suites:
         checkout = folder / package
         entry, wrong = judge(suite, outcomes_of(PACKAGES[package], suite, checkout))
         found += [f"{package}, {suite.name}: {problem}" for problem in wrong]
-        kept = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
         at = subprocess.run(["git", "-C", checkout, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-        kept.setdefault(package, {})[suite.name] = {"commit": at.stdout.strip() or "unknown", **entry}
-        RECORD.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        record(package, suite.name, {"commit": at.stdout.strip() or "unknown", **entry})
     return found
 
 
-def table(kept: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the page: the counts of a package under each plan, then each reason once."""
+def tables(kept: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the lines of the counts of a package under each plan, and those of the reasons."""
     outcomes = ("passed", "failed", "left out")
     counts: dict[tuple[str, str], Counter[str]] = {}
     reasons: Counter[tuple[str, str]] = Counter()
     for package, suites in kept.items():
         for name, entry in suites.items():
+            if name == FILES:
+                continue
             row = counts.setdefault((f"{package} {entry['commit']}", f"`{name.partition(',')[0]}`"), Counter())
             row.update({outcome: entry[outcome] for outcome in outcomes})
             for _, count, reason in entry["kinds"]:
                 reasons[package, reason] += count
     rows = ((*who, *(f"{row[outcome]:,}" for outcome in outcomes)) for who, row in counts.items())
-    yield from prose.table(("tests of", "plan", *outcomes), rows, (0, 1))
-    yield ""
-    yield from prose.table(
-        ("failed or left out", "reason", "tests"), ((*key, f"{count:,}") for key, count in reasons.items()), (0, 1)
-    )
+    tests = ((*key, f"{count:,}") for key, count in reasons.items())
+    files = ((package, reason, str(count)) for package, suites in kept.items() for reason, count in suites[FILES])
+    return prose.table(("tests of", "plan", *outcomes), rows, (0, 1)), [
+        "# Other packages' tests: reasons",
+        "",
+        "Of tests that fail or are left out on optgen's classes, as `python -m tests.others DIR --page` found it.",
+        "",
+        *prose.table(("package", "reason", "tests"), tests, (0, 1)),
+        "",
+        "Of files of tests of which none is run; `FILES_LEFT_OUT` of the modules in `tests/others` has their names.",
+        "",
+        *prose.table(("package", "reason", "files"), files, (0, 1)),
+        "",
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,8 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.page:
         text = PAGE.read_text(encoding="utf-8")
         head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
-        lines = "\n".join(table(json.loads(RECORD.read_text(encoding="utf-8"))))
-        PAGE.write_text(f"{head}{BEGIN}\n{lines}\n\n{END}{tail}", encoding="utf-8")
+        counts, reasons = map("\n".join, tables(json.loads(RECORD.read_text(encoding="utf-8"))))
+        PAGE.write_text(f"{head}{BEGIN}\n{counts}\n\n{END}{tail}", encoding="utf-8")
+        REASONS.write_text(reasons, encoding="utf-8")
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     return 1 if wrong else 0
 
