@@ -7,8 +7,10 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis
 import pytest
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 import optgen.optim
 from optgen.runtime.cpu import cache, cpu, native
-from optgen.runtime.step import plan
+from optgen.runtime.step import look, plan
 from tests import training
 from tests.test_native import everything, first, gradient_half, trained
 from tests.training import bits, give, nadam, params_of
@@ -99,6 +101,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "new_entry": lambda opt: opt.state.update({first(opt): copy.deepcopy(entry(opt))}),
     "new_field": lambda opt: entry(opt).update(exp_avg=entry(opt)["exp_avg"] * 2),
     "new_field_data": lambda opt: setattr(entry(opt)["exp_avg"], "data", entry(opt)["exp_avg"].data * 2),
+    "swap_field": lambda opt: torch.utils.swap_tensors(entry(opt)["exp_avg"], entry(opt)["exp_avg"] * 2),
     "share_field": lambda opt: [kept["exp_avg"].share_memory_() for kept in opt.state.values()],  # moves their memory
     "set_step": lambda opt: entry(opt).update(step=40),
     "set_host_state": lambda opt: entry(opt).update(mu_product=0.35),
@@ -141,15 +144,27 @@ OTHERS: dict[str, Callable[[Any], object]] = {
     "move_field": lambda opt: entry(opt).update({k: x.clone() for k, x in entry(opt).items() if isinstance(x, Tensor)}),
     "load_state_dict": lambda opt: opt.load_state_dict(copy.deepcopy(opt.state_dict())),
     "another_dtype": lambda opt: setattr(first(opt), "data", first(opt).data.bfloat16()),
+    "field_of_another_dtype": lambda opt: entry(opt).update(
+        {k: x.view(torch.int32) for k, x in entry(opt).items() if isinstance(x, Tensor) and x.dtype is torch.float32}
+    ),
 }
-OF_NADAM = {"gradient_negated", "load", "new_field", "new_field_data", "share_field", "set_host_state", "flag"}
+OF_NADAM = {
+    "gradient_negated", "load", "new_field", "new_field_data", "swap_field", "share_field", "set_host_state", "flag",
+}  # fmt: skip
 OF_ALL = sorted((CHANGES.keys() - OF_NADAM) | OTHERS.keys())
 
 
 @hypothesis.settings(max_examples=30)
-@hypothesis.given(rule=st.sampled_from(sorted(RULES)), changes=st.lists(st.sampled_from(OF_ALL), max_size=6))
-def test_plans_of_every_kind_of_step(rule: str, changes: list[str]) -> None:
+@hypothesis.given(
+    rule=st.sampled_from(sorted(RULES)), changes=st.lists(st.sampled_from(OF_ALL), max_size=6), by_python=st.booleans()
+)
+def test_plans_of_every_kind_of_step(rule: str, changes: list[str], by_python: bool) -> None:
     """Beside an optimizer that plans each step anew; what one refuses, the other does."""
+    with patch.object(look, "_reader", (lambda: None) if by_python else look._reader):
+        plan_beside_none(rule, changes)
+
+
+def plan_beside_none(rule: str, changes: list[str]) -> None:
     cls, twins = getattr(optgen.optim, rule), []
     for kept in (True, False):
         params = training.parameters([(6, 5), (4, 6), (6, 5), (80, 64)])  # the last is large enough for codes
@@ -167,6 +182,31 @@ def test_plans_of_every_kind_of_step(rule: str, changes: list[str]) -> None:
                     errors.append(str(error))
         twins.append((errors, bits([params_of(opt), list(opt.state.values())])))
     assert twins[0] == twins[1]
+
+
+def test_what_is_read_of_tensors() -> None:
+    """C++ tells the same tensors apart as Python does."""
+    x = torch.randn(6, 4)
+    freed, dtypes = torch.randn(3), (torch.float16, torch.bfloat16, torch.int16, torch.uint16)
+    freed.untyped_storage().resize_(0)
+    kinds = [
+        x, nn.Parameter(x), x[1:], x[:, 1:], x.t(), x.t().contiguous(), x[:1], x.t()[:1], x[:, :1], x.view(24),
+        x.view(1, 24), x.view(24, 1), x[0, 0], x[0], x[:0], x.view(torch.int32), torch.zeros(0), torch.zeros(0, 4),
+        freed, torch.randn(3), x.expand(2, 6, 4), torch.empty(3).as_strided((2, 2), (1, 1)), *map(x.to, dtypes),
+    ]  # fmt: skip
+    found = []
+    for reader in (look._reader, lambda: None):
+        with patch.object(look, "_reader", reader):
+            seen = [look.look([], [], [one]) for one in kinds]
+            for one, before in zip(kinds, seen, strict=True):
+                assert look.look(["x"], [{"x": one}], [], before) == before
+            found.append([[a == b for b in seen] for a in seen])
+            for wrong in ({}, {"x": 1}, {"x": x.to_sparse()}, {"x": x.to("meta")}, None):
+                with suppress(KeyError, TypeError, AttributeError, RuntimeError):  # as `Plans.find` does
+                    assert look.look(["x"], [wrong], [], seen[0]) != seen[0]
+    assert look._reader() is not None
+    assert found[0] == found[1]
+    assert sum(map(sum, found[0])) == len(kinds) + 4  # a parameter and its data are alike, and what has no elements
 
 
 ROOTS = [Path(str(optgen.__file__)).parent, cache.folder()]
@@ -228,6 +268,13 @@ def test_versions_hooks_and_closures() -> None:
         one.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_profilers_see_steps() -> None:
+    opt = trained()
+    with torch.profiler.profile() as seen:
+        opt.step()
+    assert "Optimizer.step#NAdam.step" in {event.key for event in seen.key_averages()}
 
 
 def test_steps_of_copies_and_what_is_kept_alive() -> None:

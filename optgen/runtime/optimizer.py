@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from optgen.runtime.checkpoint import checkpoint, inputs, reset, weights
 from optgen.runtime.layout import plans, sharding
@@ -44,6 +45,19 @@ class Checkpointed(torch.optim.Optimizer):
     feed, scale_rows = inputs.feed, weights.scale_rows
     offload_states, reload_states = away.offload_states, away.reload_states
     reset_states = reset.reset_states
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Let hooks and profilers see the steps of a class as torch does, where there are any."""
+        seen = torch.optim.Optimizer.profile_hook_step(func)
+
+        @functools.wraps(func)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+            hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+            return (seen if hooks or torch.autograd.profiler._is_profiler_enabled else func)(self, *args, **kwargs)
+
+        return step
 
     @property
     def _members(self) -> Sequence[Any]:

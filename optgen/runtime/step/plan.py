@@ -5,18 +5,17 @@ while all that it follows from is as it was (`Plans.find`): parameters, the plac
 which of them have gradients, and the options that decide which kernels run.  Numbers are read anew at each step.
 Gradients may have moved, if they are aligned as before: their addresses are written into the kernels' tables.
 
-Between steps a plan holds parameters alone; states and gradients are known by weak references and addresses, so that
+Between steps a plan holds parameters alone; states and gradients are known by addresses and layouts (look.py), so that
 users can free them.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress, repeat
-from operator import call, is_, is_not, itemgetter
-from typing import Any, NamedTuple
+from operator import is_, is_not, itemgetter
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +24,12 @@ from optgen.runtime.layout import sharding
 from optgen.runtime.options import options
 from optgen.runtime.options.entries import Owner
 from optgen.runtime.step.launch import Kernels, Tables
+from optgen.runtime.step.look import look
 from optgen.runtime.work import counting, staged
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import Control, HostScalars, StepScalars
 
 State = dict[str, Any]
-
-_address: Callable[[Tensor], int] = Tensor.data_ptr
-_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
 
 
 class Options:
@@ -53,15 +50,12 @@ class Options:
         self.keys = (*self.DECIDING, *limits)
         flags = {flag.nonzero or flag.name for flag in cls.FLAGS}
         self.free = {h.name for h in cls.HYPERS} - flags - {*self.keys}
-        self.params = self._listed(groups)
+        self.params = list(chain.from_iterable(map(_params, groups)))
         self.decided = [[x.copy() if isinstance(x, (list, dict)) else x for x in self._deciding(g)] for g in groups]
         self.names, self.values, self.inside = list[str](), list[Any](), list[tuple[Any, Any]]()
         self.read: dict[tuple[tuple[int, ...], torch.device | None], options.Numbers]
         self.last = True
         self._take(groups)
-
-    def _listed(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
-        return list(map(id, chain.from_iterable(map(_params, groups))))
 
     def _deciding(self, group: Mapping[str, Any]) -> list[Any]:
         own = list(map(group.get, self.keys))
@@ -70,7 +64,8 @@ class Options:
     def match(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Return True if groups have the same parameters and ask for the same buckets; their numbers are taken."""
         names, values = list(chain.from_iterable(groups)), list(chain.from_iterable(map(_values, groups)))
-        if self._listed(groups) != self.params:
+        params = list(chain.from_iterable(map(_params, groups)))
+        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return False
         self.groups = groups
         if not self.last:
@@ -143,20 +138,16 @@ class PreparedBucket(NamedTuple):
 class PlannedBucket:
     """A bucket of a plan, what its tensors were, and its kernels."""
 
-    def __init__(self, bucket: Bucket, kernels: Kernels, states: Mapping[Any, State]) -> None:
+    def __init__(self, bucket: Bucket, kernels: Kernels, grads: list[Tensor]) -> None:
         self.bucket, self.kernels = bucket, kernels
         # torch moves the version of a DTensor, not that of its local part.
         self.params: list[Any] = [p if x is None else x.p for p, x in zip(bucket.params, bucket.shards, strict=True)]
         self.specs = [None if shard is None else shard.p._spec for shard in bucket.shards]
         self.sharded = any(spec is not None for spec in self.specs)
-        self.shapes = [p.shape for p in bucket.params]
-        self.dtypes = [p.dtype for p in bucket.params]
-        self.grad_dtypes = [bucket.grad_dtype] * len(bucket.params)
-        self.single = [i for i, shape in enumerate(self.shapes) if shape.numel() == 1]
-        self.names = list(map(itemgetter, bucket.variant.names))
+        self.single = [i for i, g in enumerate(grads) if g.numel() == 1]
+        self.names = list(bucket.variant.names)
         self.firsts = [bucket.line_of.index(k) for k in range(len(bucket.lines))]
-        entries = [states[p] for p in self.params]
-        self.fields = [weakref.ref(x) for x in chain.from_iterable(map(name, entries) for name in self.names)]
+        self.seen = look(self.names, bucket.states, bucket.params + grads)
         self.grads: list[int] = []
 
     def is_due(self, owner: Owner) -> bool:
@@ -170,53 +161,39 @@ class PlannedBucket:
                 return False
         return True
 
-    def fits(self, states: Mapping[Any, State], grads: list[Any] | None) -> bool:
-        """Return True if the same kernels can run on what is there now; the bucket takes it.  grads: None where a CUDA
-        graph makes them.
+    def fits(self, entries: list[Any], grads: list[Any]) -> bool:
+        """Return True if the same kernels can run on what is there now; the bucket takes it.
 
+        grads  none where a CUDA graph makes them
         Raises an error of Python or torch for what is missing or is no dense tensor.
         """
-        entries: list[Any] = list(map(states.get, self.params))  # a defaultdict would make what is missing
-        columns = [list(map(name, entries)) for name in self.names]
-        if not (all(map(is_, map(call, self.fields), chain.from_iterable(columns))) and self._takes_counts(entries)):
+        if not self._takes_counts(entries):
             return False
+        bucket, old = self.bucket, self.seen
+        bucket.grads, bucket.states = grads, entries
+        if self.sharded and not self._takes_parts():
+            return False
+        now = look(self.names, bucket.states, bucket.params + bucket.grads, old)
+        own = len(now.addresses) - len(grads)
+        if now.layouts != old.layouts or now.addresses[:own] != old.addresses[:own]:
+            return False
+        # One element is the only size at which a lazily negated tensor is contiguous.
+        if any(bucket.grads[i].is_neg() for i in self.single):
+            return False
+        self.grads, known = now.addresses[own:].tolist(), self.kernels.signature.columns[1]
+        return not grads or self.grads == known or self._may_move(bucket.grads, known)
+
+    def _takes_parts(self) -> bool:
+        """Let the bucket take the parts on this rank of what it has, if gradients lie as before."""
         bucket = self.bucket
-        bucket.grads, bucket.states = grads or [], entries
-        if self.sharded:
-            if not all(map(_placed, bucket.grads, self.specs)):
-                return False
-            columns = self._takes_parts(columns)
-        weights, self.grads, *fields = (list(map(_address, x)) for x in (bucket.params, bucket.grads, *columns))
-        known = self.kernels.signature.columns
-        if weights != known[0] or fields != known[2:]:
+        if not all(map(_placed, bucket.grads, self.specs)):
             return False
-        return grads is None or (
-            self._is_alike(bucket.params, bucket.grads)
-            and (self.grads == known[1] or self._may_move(bucket.grads, known[1]))
-        )
-
-    def _is_alike(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-        """Return True if shapes and dtypes are as before, and all is contiguous."""
-        return (
-            [p.shape for p in params] == self.shapes
-            and [g.shape for g in grads] == self.shapes
-            and [p.dtype for p in params] == self.dtypes
-            and [g.dtype for g in grads] == self.grad_dtypes
-            and all(map(_contiguous, params))
-            and all(map(_contiguous, grads))
-            # One element is the only size at which a lazily negated tensor is contiguous.
-            and not any(grads[i].is_neg() for i in self.single)
-        )
-
-    def _takes_parts(self, columns: Sequence[list[Any]]) -> list[list[Any]]:
-        """Let the bucket take the parts on this rank of what it has; return those of the fields."""
-        bucket, parts = self.bucket, list(map(_local, columns))
         bucket.params, bucket.grads = _local(self.params), _local(bucket.grads)
         for i, shard in enumerate(bucket.shards):
             if shard is not None:
                 shard.owner = bucket.states[i]
-                bucket.states[i] = {name: part[i] for name, part in zip(bucket.variant.names, parts, strict=True)}
-        return parts
+                bucket.states[i] = dict(zip(self.names, _local(map(shard.owner.__getitem__, self.names)), strict=True))
+        return True
 
     def _takes_counts(self, entries: Sequence[State]) -> bool:
         """Return True if all of each line have made as many steps, counted as before; the lines take the counts."""
@@ -245,7 +222,7 @@ class PlannedBucket:
             if old == new:
                 continue
             # The address of freed memory is the offset alone.
-            if g.device != self.bucket.device or (g.numel() and new == g.storage_offset() * g.itemsize):
+            if g.numel() and new == g.storage_offset() * g.itemsize:
                 return False
             if (old ^ new) % self.kernels.ALIGNMENT:
                 return False
@@ -290,25 +267,35 @@ class StepPlan:
     idle    of each parameter of the optimizer, whether it has no gradient
     places  of each part's parameters among these
     used    its kernels, as the launcher knows them
+    keys    of the states, in which those of parts have the places `entries`
     """
+
+    FED: ClassVar[bool] = True
+    """False if the step's gradients are none of the parameters' own."""
 
     def __init__(self, owner: Owner, params: Sequence[Any], ready: Iterable[PreparedBucket], used: Tables) -> None:
         self.used = used
-        self.parts = [PlannedBucket(one.bucket, one.kernels, owner.states) for one in ready]
+        self.parts = [PlannedBucket(one.bucket, one.kernels, one.bucket.grads if self.FED else []) for one in ready]
         self.clocked = any(flag.clock is not None for flag in owner.cls.FLAGS)
         self.idle = [p.grad is None for p in params]
         at = {id(p): i for i, p in enumerate(params)}
         self.places = [[at[id(p)] for p in part.params] for part in self.parts]
+        self.keys = list(owner.states)
+        at = {id(key): i for i, key in enumerate(self.keys)}
+        self.entries = [[at[id(p)] for p in part.params] for part in self.parts]
         self.rest()
 
     def is_due(self, owner: Owner) -> bool:
         """Return True if flags that change from step to step have the plan's setting at the next one."""
         return not self.clocked or all(part.is_due(owner) for part in self.parts)
 
-    def fits(self, owner: Owner, grads: Sequence[Any] | None) -> bool:
+    def fits(self, owner: Owner, grads: Sequence[Any]) -> bool:
         """Return True if its kernels can run on what is there now; the buckets take it."""
-        for part, places in zip(self.parts, self.places, strict=True):
-            if not part.fits(owner.states, None if grads is None else [grads[i] for i in places]):
+        entries = list(owner.states.values())  # a parameter's own is found by a hash that Python computes
+        if len(entries) != len(self.keys) or not all(map(is_, owner.states, self.keys)):
+            return False
+        for part, places, own in zip(self.parts, self.places, self.entries, strict=True):
+            if not part.fits([entries[i] for i in own], [grads[i] for i in places] if self.FED else []):
                 return False
         return True
 
@@ -321,6 +308,8 @@ class StepPlan:
 class Graph(StepPlan):
     """A step that a CUDA graph repeats, whose numbers the host sends before each replay."""
 
+    FED = False
+
     def __init__(self, owner: Owner, groups: Options, ready: Sequence[PreparedBucket]) -> None:
         super().__init__(owner, [p for group in owner.groups for p in group["params"]], ready, {})
         self.groups, self.given = groups, [one.given for one in ready]
@@ -328,7 +317,7 @@ class Graph(StepPlan):
     def prepared(self, owner: Owner) -> list[PreparedBucket] | None:
         """Return its buckets, if it is the next step and the graph still holds."""
         try:
-            if self.groups.match(owner.groups) and self.is_due(owner) and self.fits(owner, None):
+            if self.groups.match(owner.groups) and self.is_due(owner) and self.fits(owner, []):
                 ready = [part.ready(self.groups) for part in self.parts]
                 return ready if [one.given for one in ready] == self.given else None
         except (KeyError, AttributeError):  # no state

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from operator import setitem
 from typing import Any, Literal
 
 import torch
@@ -205,8 +206,7 @@ class Bucket:
         sharded = [shard.p for shard in self.shards if shard is not None]
         for name, values in zip(("step", *self.variant.host_names), zip(*kept, strict=True), strict=True):
             for states in (self.states, self.owned) if self.wholes or sharded else (self.states,):
-                for s, value in zip(states, self.each(values), strict=False):
-                    s[name] = value
+                any(map(setitem, states, repeat(name), self.each(values)))
         if sharded:
             torch.autograd.graph.increment_version(sharded)
         if isinstance(after, DeviceStep):
