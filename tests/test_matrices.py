@@ -1,6 +1,5 @@
 """Rules of whole matrices: stacks, heads and convolutions, against rules that are given each matrix by itself."""
 
-import math
 import re
 import warnings
 import weakref
@@ -17,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import optgen
 from optgen.base.errors import UserError
 from optgen.runtime.reference import matrices as reference
-from optgen.runtime.work import matrices as batched
 
 from optgen.lang import (  # isort: skip
     hyper, mat_norm, newton_schulz, norm, optimizer, shape_flag, top_rows,
@@ -307,37 +305,6 @@ def test_other_workspaces_are_refused(wrong: Any) -> None:
         Muon([nn.Parameter(torch.ones(2, 3))], workspace=wrong)
 
 
-def resnet(width: int) -> list[tuple[int, int]]:
-    """Return the convolutions of a ResNet-50 of that width (64) as matrices."""
-    found, inputs = [(width, 147)], width
-    for k, count in enumerate((3, 4, 6, 3)):
-        inner = width * 2**k
-        for block in range(count):
-            found += [(inner, inputs), (inner, 9 * inner), (4 * inner, inner)] + [(4 * inner, inputs)] * (block == 0)
-            inputs = 4 * inner
-    return found
-
-
-def test_shapes_share_a_batch_where_zeros_add_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on devices where a batch has bits of its own: half as many batches, and the weights of each shape by itself up
-    to roundings of bf16."""
-    function, cost = reference.newton_schulz, reference.FLOPS["newton_schulz"]
-    calls: list[tuple[int, ...]] = []
-    monkeypatch.setattr(reference, "newton_schulz", lambda x, *given: calls.append(x.shape) or function(x, *given))
-    weights, counted = [], []
-    for exact in (("cpu",), ()):
-        monkeypatch.setattr(batched, "EXACT", exact)
-        params = [nn.Parameter(drawn(*shape, seed=k)) for k, shape in enumerate(resnet(8))]
-        calls.clear()
-        followed(Muon, params, lambda step: [drawn(*s, seed=100 * step + k) for k, s in enumerate(resnet(8))])
-        weights.append(params)
-        counted.append((len(calls) // 4, sum(math.prod(x[:-2]) * cost(*x[-2:]) for x in calls)))
-    (before, least), (after, work) = counted
-    assert (before, after) == (20, 10) and least < work <= (1 + batched.ADDED) * least
-    for p, q in zip(*weights, strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=4 * 0.02 * 2.0**-5)
-
-
 @pytest.mark.parametrize("shape", [(1031, 1040), (2, 1030, 1024)])
 def test_symmetric_products_by_blocks_have_the_bits_of_whole_ones(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -353,3 +320,12 @@ def test_symmetric_products_by_blocks_have_the_bits_of_whole_ones(
 def test_grams_by_blocks_have_the_bits_of_whole_products(shape: tuple[int, ...]) -> None:
     x = drawn(*shape)
     assert shape[-2] >= reference.LARGE // 4 and torch.equal(reference.gram(x), x @ x.mT)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_products_are_computed_where_they_are_stored(wide: bool) -> None:
+    like, x = torch.empty((20, 300) if wide else (300, 20)), reference.Product(drawn(20, 8), drawn(8, 300))
+    y, out = reference.unwide(like, x), torch.empty_like(like)
+    assert y.computed([out]) is out and torch.equal(out, reference.unwide(like, x.left @ x.right))
+    for others in ([], [out.bfloat16()], [out, out]):
+        assert torch.equal(y.computed(others), out)

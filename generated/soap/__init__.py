@@ -5,7 +5,9 @@ import torch
 
 from optgen.runtime import Flag, Hyper, Optimizer, Rule, RuleRecord, Stage, StateRecord, by_flags
 from optgen.runtime.records.scalars import divide, maximum, power, root, where
-from optgen.runtime.reference.matrices import bjorck, column_norms, finite, gram, orthogonal_iteration, sorting
+from optgen.runtime.reference.matrices import (
+    Product, bjorck, column_norms, finite, gram, orthogonal_iteration, sorting,
+)
 
 
 class SOAP(Optimizer):
@@ -62,8 +64,8 @@ class SOAP(Optimizer):
 
 # Functions of whole matrices, which torch computes between sweeps.
 def soap_matrices(basis_left, basis_right, g_whole):
-    turned = basis_left.mT @ g_whole  # 58  turned = basis_left.T @ g if by_rows else g
-    turned = turned @ basis_right     # 59  turned = turned @ basis_right if by_columns else turned
+    turned = basis_left.mT @ g_whole       # 58  turned = basis_left.T @ g if by_rows else g
+    turned = Product(turned, basis_right)  # 59  turned = turned @ basis_right if by_columns else turned
     return turned
 
 
@@ -75,30 +77,30 @@ def soap_matrices_2(
     left = gram(turned_2).mul_(one_minus_shampoo_beta).add_(shampoo_beta * left)
     # 70  right = shampoo_beta * right + (1 - shampoo_beta) * gram(turned.T)
     right = gram(turned_2_transpose).mul_(one_minus_shampoo_beta).add_(shampoo_beta * right)
-    update = basis_left @ update_whole  # 63  update = basis_left @ update if by_rows else update
-    update = update @ basis_right.mT    # 64  update = update @ basis_right.T if by_columns else update
+    update = basis_left @ update_whole        # 63  update = basis_left @ update if by_rows else update
+    update = Product(update, basis_right.mT)  # 64  update = update @ basis_right.T if by_columns else update
     return left, right, update
 
 
 def soap_matrices_no_by_columns(basis_left, g_whole):
-    turned = basis_left.mT @ g_whole  # 58
+    turned = Product(basis_left.mT, g_whole)  # 58
     return turned
 
 
 def soap_matrices_no_by_columns_2(left, basis_left, update_whole, turned, shampoo_beta, one_minus_shampoo_beta):
     left = gram(turned).mul_(one_minus_shampoo_beta).add_(shampoo_beta * left)  # 68
-    update = basis_left @ update_whole  # 63
+    update = Product(basis_left, update_whole)  # 63
     return left, update
 
 
 def soap_matrices_no_by_rows(basis_right, g_whole):
-    turned = g_whole @ basis_right  # 59
+    turned = Product(g_whole, basis_right)  # 59
     return turned
 
 
 def soap_matrices_no_by_rows_2(right, basis_right, update_whole, turned, shampoo_beta, one_minus_shampoo_beta):
     right = gram(turned.mT).mul_(one_minus_shampoo_beta).add_(shampoo_beta * right)  # 70
-    update = update_whole @ basis_right.mT  # 64
+    update = Product(update_whole, basis_right.mT)  # 64
     return right, update
 
 
@@ -123,11 +125,11 @@ def soap_matrices_refresh(
     right = turn_2.mT @ right_call @ turn_2  # 75
     basis_right_2 = bjorck(basis_right @ turn_2, 1.0)  # 75
     update = basis_left @ update_whole  # 63
-    update = update @ basis_right.mT  # 64
+    update = Product(update, basis_right.mT)  # 64
     # 73  exp_avg, exp_avg_sq = turn.T @ exp_avg, carried(order, turn, sqrt(exp_avg_sq.T)).T @ exp_avg_sq
     exp_avg = turn_transpose @ exp_avg_whole
     # 76  exp_avg, exp_avg_sq = exp_avg @ turn, exp_avg_sq @ carried(order, turn, sqrt(exp_avg_sq.T).T)
-    exp_avg = exp_avg @ turn_2
+    exp_avg = Product(exp_avg, turn_2)
     order_transpose = column_norms(order, exp_avg_sq_whole.mT.sqrt()).mT
     # 73
     exp_avg_sq = torch.where(
@@ -136,9 +138,12 @@ def soap_matrices_refresh(
     ).mT @ exp_avg_sq_whole
     order_transpose = column_norms(order_2, exp_avg_sq.mT.sqrt().mT).mT
     # 76
-    exp_avg_sq = exp_avg_sq @ torch.where(
-        8.0 * column_norms(order_2, order_transpose * order_2) < column_norms(order_2, order_transpose * turn_2),
-        turn_2 * turn_2, order_2
+    exp_avg_sq = Product(
+        exp_avg_sq,
+        torch.where(
+            8.0 * column_norms(order_2, order_transpose * order_2) < column_norms(order_2, order_transpose * turn_2),
+            turn_2 * turn_2, order_2
+        )
     )
     return (left, basis_left_2, right, basis_right_2, update, exp_avg, exp_avg_sq)
 
@@ -154,14 +159,17 @@ def soap_matrices_refresh_no_by_columns(
     turn_transpose = turn.mT
     left = turn_transpose @ left_call @ turn  # 72
     basis_left_2 = bjorck(basis_left @ turn, 1.0)  # 72
-    update = basis_left @ update_whole  # 63
-    exp_avg = turn_transpose @ exp_avg_whole  # 73
+    update = Product(basis_left, update_whole)  # 63
+    exp_avg = Product(turn_transpose, exp_avg_whole)  # 73
     order_transpose = column_norms(order, exp_avg_sq_whole.mT.sqrt()).mT
     # 73
-    exp_avg_sq = torch.where(
-        8.0 * column_norms(order, order_transpose * order) < column_norms(order, order_transpose * turn), turn * turn,
-        order
-    ).mT @ exp_avg_sq_whole
+    exp_avg_sq = Product(
+        torch.where(
+            8.0 * column_norms(order, order_transpose * order) < column_norms(order, order_transpose * turn),
+            turn * turn, order
+        ).mT,
+        exp_avg_sq_whole
+    )
     return left, basis_left_2, update, exp_avg, exp_avg_sq
 
 
@@ -175,13 +183,16 @@ def soap_matrices_refresh_no_by_rows(
     turn = finite(orthogonal_iteration(right_call, moves * order), order)  # 75
     right = turn.mT @ right_call @ turn  # 75
     basis_right_2 = bjorck(basis_right @ turn, 1.0)  # 75
-    update = update_whole @ basis_right.mT  # 64
-    exp_avg = exp_avg_whole @ turn  # 76
+    update = Product(update_whole, basis_right.mT)  # 64
+    exp_avg = Product(exp_avg_whole, turn)  # 76
     order_transpose = column_norms(order, exp_avg_sq_whole.mT.sqrt().mT).mT
     # 76
-    exp_avg_sq = exp_avg_sq_whole @ torch.where(
-        8.0 * column_norms(order, order_transpose * order) < column_norms(order, order_transpose * turn), turn * turn,
-        order
+    exp_avg_sq = Product(
+        exp_avg_sq_whole,
+        torch.where(
+            8.0 * column_norms(order, order_transpose * order) < column_norms(order, order_transpose * turn),
+            turn * turn, order
+        )
     )
     return right, basis_right_2, update, exp_avg, exp_avg_sq
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from itertools import chain
 
 from optgen.backends.printer import (
@@ -19,7 +21,7 @@ from optgen.backends.printer import (
     wrapped,
 )  # fmt: skip
 from optgen.ir.node import Node, postorder
-from optgen.ir.program import Schedule
+from optgen.ir.program import Schedule, Store
 from optgen.ops import spaces
 from optgen.ops.prims import CALLS
 
@@ -34,8 +36,22 @@ def _called(p: Printer, n: Node) -> Text:
     return f"{text}.float()" if n.attr == "newton_schulz" else text, binds  # which is bf16
 
 
-def _matmul(p: Printer, n: Node) -> Text:
+def _late(stores: Iterable[Store], roots: Sequence[Node]) -> Collection[int]:
+    """Return the numbers of products of elements that are results, as they are or by `unwide`, and nothing else: their
+    caller has memory for them."""
+    nodes, found = postorder(roots), set[int]()
+    uses = Counter(a.uid for n in nodes for a in n.args) + Counter(s.node.uid for s in stores)
+    for s in stores:
+        n = s.node.args[1] if s.node.op == "call" and s.node.attr == "unwide" else s.node
+        if n.op == "matmul" and s.node.space == spaces.elem and uses[n.uid] == uses[s.node.uid] == 1:
+            found.add(n.uid)
+    return found
+
+
+def _matmul(late: Collection[int], p: Printer, n: Node) -> Text:
     x, y = n.args
+    if n.uid in late:
+        return p.call("Product", x, y)
     if any(b.op == "transpose" and b.args[0].uid == a.uid for a, b in ((x, y), (y, x))):
         return p.call("gram", x)
     return f"{p.text(x, 20)} @ {p.text(y, 21)}", 20
@@ -70,7 +86,6 @@ def _where(p: Printer, n: Node) -> Text:
 SPELL: dict[str, Spelling] = {
     **COMMON,
     "extent": lambda p, n: (str(n.attr), ATOM),
-    "matmul": _matmul,
     "transpose": method("mT"),
     "call": _called,
     "add": _add,
@@ -96,11 +111,12 @@ def extents(schedule: Schedule) -> list[str]:
 def matrix_function(schedule: Schedule, name: str) -> list[str]:
     """Return `def name(what is read..., scalars..., sizes...)`, which returns what the stage stores, in its order.
 
-    Tensors are (..., rows, columns), scalars and sizes numbers.
+    Tensors, some of which are returned as a Product, are (..., rows, columns), scalars and sizes numbers.
     """
     lets = schedule.sweep.lets
     loads = {let.node.attr: let for let in lets if let.node.op == "load"}
-    printer = Printer(SPELL, {let.node.uid: let.name for let in loads.values()})
+    late = _late(schedule.sweep.stores, schedule.program.roots())
+    printer = Printer({**SPELL, "matmul": partial(_matmul, late)}, {let.node.uid: let.name for let in loads.values()})
     names = [loads[x].name for x in schedule.sweep.reads]
     lines = [(f"{x.name} = {printer.bind(x)}", comment_of(x)) for x in lets if x.node.op != "load"]
     scalars = [let.name for let in schedule.program.host]
@@ -112,4 +128,4 @@ def matrix_function(schedule: Schedule, name: str) -> list[str]:
 
 def needs(functions: Iterable[Sequence[str]]) -> list[str]:
     """Return the names that functions' lines want from optgen.runtime.reference.matrices."""
-    return called(sorted({"gram", "wide", "zero_product", *CALLS}), chain(*functions))
+    return called(sorted({"Product", "gram", "wide", "zero_product", *CALLS}), chain(*functions))

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,6 +117,18 @@ def gram(x: Tensor) -> Tensor:
     return _symmetric(0.0, None, 1.0, x, x.mT) if large else x @ x.mT
 
 
+class Product(NamedTuple):
+    """The product left @ right, before it is computed."""
+
+    left: Tensor
+    right: Tensor
+
+    def computed(self, out: Sequence[Tensor] = ()) -> Tensor:
+        """Return the product: in `out` if that is memory of one matrix of its dtype."""
+        fits = len(out) == 1 and out[0].dtype == self.left.dtype
+        return torch.matmul(*self, out=out[0] if fits else None)
+
+
 def qr(x: Tensor) -> Tensor:
     """The orthogonal factor of x = q r (..., rows, columns), of the shape of x."""
     q: Tensor = torch.linalg.qr(x).Q
@@ -212,9 +225,11 @@ def wide(x: Tensor) -> Tensor:
     return x if x.shape[-2] < x.shape[-1] else x.mT
 
 
-def unwide(like: Tensor, x: Tensor) -> Tensor:
+def unwide(like: Tensor, x: Tensor | Product) -> Tensor | Product:
     """The inverse of `wide` for an x that was `like`, or has its shape."""
-    return x if like.shape[-2] < like.shape[-1] else x.mT
+    if like.shape[-2] < like.shape[-1]:
+        return x
+    return Product(x.right.mT, x.left.mT) if isinstance(x, Product) else x.mT
 
 
 def zero_product(a: Tensor, b: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Generator, Mapping, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +31,8 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 _WARNED = WeakTensorKeyDictionary()
 """States of parameters that a warning named: tensors that stay from step to step, as parts of DTensors do not."""
 
-EXACT = ("cpu",)
-"""Types of devices on which a matrix has the bits in a batch that it has alone: those of zeros beside it may differ."""
-
-ADDED = 1 / 16
-"""The share by which zeros may add to the work of a batch."""
+LARGE = 2**16
+"""Elements from which matrices on a CPU are taken one at a time."""
 
 WHOLE = ("tensor", "model")
 """Spaces of one value for all matrices."""
@@ -138,14 +135,12 @@ class _Function:
     takes, makes   the states and temps of its operands and results
     drawn          True if it, or a result that is rounded, takes the streams of random numbers
     at_once        bytes of matrices in one batch, in fp32 or, in place, in bf16
-    padded         True if zeros beside narrower matrices let them share a batch with wider ones
     """
 
     def __init__(self, bucket: Bucket, stage: Stage, scalars: HostScalars | Control) -> None:
         self.bucket, self.stage, self.values = bucket, stage, _values(bucket.variant, stage)
         self.in_place, self.eager, self.at_once = stage.space == "call", bucket.variant.eager, bucket.workspace // 2
         self.takes, self.makes, self.drawn = stage.reads, stage.stores, False
-        self.padded = stage.kernel == "newton_schulz" and bucket.device.type not in EXACT
         if self.in_place:
             self.takes = self.makes = stage.temps
             self.function = getattr(functions, stage.kernel)
@@ -164,13 +159,13 @@ class _Function:
         """Write the results for the matrices of tensors, in batches of one shape.
 
         A batch has the bits of its matrices one at a time where torch multiplies each by itself, as on CPUs; under
-        torch.use_deterministic_algorithms, which is for the same bits in every run, matrices are taken one at a time.
+        torch.use_deterministic_algorithms, which is for the same bits in every run, matrices are taken one at a time,
+        and so are large ones there: to put them together costs more than it saves.
         """
         alone, size = torch.are_deterministic_algorithms_enabled(), 2 if self.in_place else 4
-        alike = self._alike(tensors)
-        alike = _padded(alike) if self.padded and not alone else alike
-        for ((rows, columns, *extents), given), found in alike.items():
-            most = 1 if alone else max(self.at_once // (size * rows * columns), 1)
+        for ((rows, columns, *extents), given), found in self._alike(tensors).items():
+            large = rows * columns >= LARGE and self.bucket.device.type == "cpu"
+            most = 1 if alone or large else max(self.at_once // (size * rows * columns), 1)
             for start in range(0, len(found), most):
                 self._call(found[start : start + most], extents, given)
 
@@ -202,23 +197,28 @@ class _Function:
         some = list(zip(*map(itemgetter(1), batch), strict=True))
         count, stacked = reads + self.drawn, []
         for x in some[:count]:
-            stacked.append(x[0] if len(x) == 1 else _beside_zeros(x) if self.padded else torch.stack(x))
+            stacked.append(x[0] if len(x) == 1 else torch.stack(x))
         fields, streams = dict(zip(names[:reads], stacked, strict=False)), stacked[-1]
         if self.in_place:
             fields |= zip(self.makes, [self.function(*stacked, *given[0])], strict=True)
         else:
-            self._compute(batch, count, fields, streams, extents, *given)
+            memory = dict(zip(names[reads:], some[count:], strict=True))
+            self._compute(batch, count, fields, memory, streams, extents, *given)
         for kept, name in zip(some[count:], names[reads:], strict=True):
+            if fields[name] is kept[0]:
+                continue
             made = list(fields[name].unbind()) if len(kept) > 1 else [fields[name]]
-            if self.padded:
-                made = [y[:, : x.shape[-1]] for x, y in zip(kept, made, strict=True)]
             torch._foreach_copy_(list(kept), made)
 
     def _compute(
-        self, batch: Sequence[tuple[int, tuple[Tensor, ...]]], count: int, fields: dict[str, Tensor], streams: Tensor,
-        extents: Sequence[int], given: tuple[float, ...], key: int,
+        self, batch: Sequence[tuple[int, tuple[Tensor, ...]]], count: int, fields: dict[str, Tensor],
+        memory: Mapping[str, Sequence[Tensor]], streams: Tensor, extents: Sequence[int], given: tuple[float, ...],
+        key: int,
     ) -> None:  # fmt: skip
-        """Put the results into `fields`, as they are stored; the first `count` tensors of a matrix are its operands."""
+        """Put the results into `fields`, as they are stored; the first `count` tensors of a matrix are its operands.
+
+        memory  results, of which products are computed in it
+        """
         taken = [self._decoded(x, fields) for x in self.takes]
         sizes = zip(self.stage.extents, extents, strict=True)
         last = [streams if x == "stream" else float(size) for x, size in sizes]
@@ -228,7 +228,11 @@ class _Function:
         except LinAlgError as error:
             bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
             raise failure(error, self.bucket, bad or [i for i, _ in batch]) from error
-        self._encode([made] if isinstance(made, Tensor) else made, fields, streams, key)
+        results = dict(zip(self.makes, [made] if len(self.makes) == 1 else made, strict=True))
+        for name, x in results.items():
+            if isinstance(x, functions.Product):
+                results[name] = x.computed(memory.get(name, ()))
+        self._encode(results, fields, streams, key)
 
     def _decoded(self, name: str, fields: Mapping[str, Tensor]) -> Tensor:
         """Return an operand in fp32, or as it is."""
@@ -236,10 +240,9 @@ class _Function:
             return fields[name]
         return CODECS[self.eager.matrices[name]].decode(*map(fields.__getitem__, self.bucket.variant.coded(name)))
 
-    def _encode(self, results: Sequence[Tensor], fields: dict[str, Tensor], streams: Tensor, key: int) -> None:
+    def _encode(self, named: Mapping[str, Tensor], fields: dict[str, Tensor], streams: Tensor, key: int) -> None:
         """Put the results into `fields`, as they are stored; what others are relative to comes first."""
         variant, traits = self.bucket.variant, self.eager.matrices
-        named = dict(zip(self.makes, results, strict=True))
         for name in sorted(self.makes, key=self.eager.over.__contains__):
             new: tuple[Tensor, ...] = (named[name],)
             if name in traits:
@@ -251,49 +254,6 @@ class _Function:
 
 Alike = dict[tuple[tuple[int, ...], tuple[tuple[float, ...], int]], list[tuple[int, tuple[Tensor, ...]]]]
 """By shape, extents and given numbers, matrices: the number of the tensor, operands, streams and results."""
-
-
-def _padded(found: Alike) -> Alike:
-    """Return batches of Newton-Schulz of matrices that have as many rows, tall ones as their transposes, by the columns
-    of the widest.  Zeros after a matrix's columns stay zeros, and add none but zeros to what is summed."""
-    wide = Alike()
-    for ((rows, columns, *_), given), some in found.items():
-        turned = some if rows <= columns else [(i, tuple(x.mT for x in xs)) for i, xs in some]
-        wide.setdefault(((min(rows, columns), max(rows, columns)), given), []).extend(turned)
-    batches = Alike()
-    for key, batch in _widths(tuple((*key, len(some)) for key, some in wide.items())):
-        batches.setdefault(batch, []).extend(wide[key])
-    return batches
-
-
-@functools.lru_cache(maxsize=4096)
-def _widths(counts: tuple[tuple[Any, Any, int], ...]) -> list[tuple[Any, Any]]:
-    """Return the shape and given numbers of matrices, and those of the batch that they are put in, the widest first.
-
-    counts   shape, given numbers, and how many there are
-    Of any two shapes that can share a batch those come first that add least work, as long as all add up to ADDED.
-    """
-    cost = functions.FLOPS["newton_schulz"]
-    count = {(given, size): n for size, given, n in counts}
-    left = ADDED * sum(n * cost(*size) for (_, size), n in count.items())
-    batch = {key: key for key in sorted(count, reverse=True)}
-    while True:
-        near = [(a, b) for a, b in itertools.pairwise(sorted(count)) if a[0] == b[0] and a[1][0] == b[1][0]]
-        added = sorted((count[a] * (cost(*b[1]) - cost(*a[1])), a, b) for a, b in near)
-        if not added or added[0][0] > left:
-            return [(key[::-1], own[::-1]) for key, own in batch.items()]
-        work, a, b = added[0]
-        left -= work
-        count[b] += count.pop(a)
-        batch = {key: b if own == a else own for key, own in batch.items()}
-
-
-def _beside_zeros(matrices: Sequence[Tensor]) -> Tensor:
-    """Return a stack of matrices that have as many rows, as wide as the widest."""
-    widest = max(x.shape[-1] for x in matrices)
-    whole = matrices[0].new_zeros(len(matrices), matrices[0].shape[0], widest)
-    torch._foreach_copy_([y[:, : x.shape[-1]] for x, y in zip(matrices, whole.unbind(), strict=True)], list(matrices))
-    return whole
 
 
 class Noting:
