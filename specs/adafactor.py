@@ -44,10 +44,10 @@ def adafactor(
     if factored:
         row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
         col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-        estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+        inverse = minimum(rsqrt(row_var / maximum(mat_mean(row_var), eps1)) * rsqrt(col_var), 1 / eps1)
     else:
         variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
-        estimate = variance
-    update = g * rsqrt(maximum(estimate, eps1 * eps1))
+        inverse = rsqrt(maximum(variance, eps1 * eps1))
+    update = g * inverse
     p = p - alpha / maximum(1.0, rms(update) / d) * update
     return p, row_var, col_var, variance

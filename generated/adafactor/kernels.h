@@ -26,10 +26,10 @@ OPTGEN_INLINE void adafactor_2(
 }
 
 // col: values of columns
-template <class S0, class S1>
+template <class S0, class S1, class S2>
 OPTGEN_INLINE void adafactor_3(
     F grad_scale_times_grad_scale, F one_minus_t_pow_beta2_decay, F one_minus_beta2, F extent_rows, S0 &col_var,
-    S1 &col_sum_for_col_var
+    S1 &col_sum_for_col_var, S2 &one_over_sqrt_col_var_2
 ) {
     // 46
     const F col_var_ = fma(
@@ -37,6 +37,7 @@ OPTGEN_INLINE void adafactor_3(
         one_minus_t_pow_beta2_decay * col_var.read()
     );
     col_var.set(col_var_);
+    one_over_sqrt_col_var_2.set(1.0f / sqrt(col_var_));
 }
 
 // tensor: values of tensors
@@ -56,15 +57,17 @@ OPTGEN_INLINE void adafactor_5(
 
 // row: values of rows
 template <class S0, class S1, class S2>
-OPTGEN_INLINE void adafactor_6(S0 &row_var, S1 &mat_sum_of_row_var_over_rows_max_eps1, S2 &row_div) {
-    row_div.set(row_var.read() / mat_sum_of_row_var_over_rows_max_eps1.read());
+OPTGEN_INLINE void adafactor_6(S0 &row_var, S1 &mat_sum_of_row_var_over_rows_max_eps1, S2 &one_over_sqrt_row_div) {
+    one_over_sqrt_row_div.set(1.0f / sqrt(row_var.read() / mat_sum_of_row_var_over_rows_max_eps1.read()));
 }
 
 // a sweep: p (specs/adafactor.py:52)
 template <class S0, class S1, class S2>
-OPTGEN_INLINE void adafactor_7(F g, F eps1_times_eps1, S0 &col_var, S1 &row_div, S2 &row_sum_of_g) {
-    const F estimate = row_div.read() * col_var.read();  // 47
-    const F g_mul = g / sqrt(max(estimate, eps1_times_eps1));
+OPTGEN_INLINE void adafactor_7(
+    F g, F one_over_eps1, S0 &one_over_sqrt_row_div, S1 &one_over_sqrt_col_var_2, S2 &row_sum_of_g
+) {
+    const F inverse_ = min(one_over_sqrt_row_div.read() * one_over_sqrt_col_var_2.read(), one_over_eps1);  // 47
+    const F g_mul = g * inverse_;
     row_sum_of_g.set(g_mul * g_mul);
 }
 
@@ -87,12 +90,12 @@ OPTGEN_INLINE void adafactor_9(
 // a sweep: the update
 template <class S0, class S1, class S2>
 OPTGEN_INLINE F adafactor_10(
-    F p, F g, F grad_scale, F one_minus_lr_times_weight_decay, F eps1_times_eps1, S0 &col_var, S1 &tensor_div,
-    S2 &row_div
+    F p, F g, F grad_scale, F one_minus_lr_times_weight_decay, F one_over_eps1, S0 &tensor_div,
+    S1 &one_over_sqrt_row_div, S2 &one_over_sqrt_col_var_2
 ) {
-    const F estimate = row_div.read() * col_var.read();  // 47
-    const F p_ = one_minus_lr_times_weight_decay * p;    // 43
-    const F p_2 = fma(-(grad_scale * tensor_div.read()), g / sqrt(max(estimate, eps1_times_eps1)), p_);  // 52
+    const F inverse_ = min(one_over_sqrt_row_div.read() * one_over_sqrt_col_var_2.read(), one_over_eps1);  // 47
+    const F p_ = one_minus_lr_times_weight_decay * p;                        // 43
+    const F p_2 = fma(-(grad_scale * tensor_div.read()), g * inverse_, p_);  // 52
     return p_2;
 }
 
@@ -104,7 +107,8 @@ OPTGEN_INLINE void adafactor_no_factored_1(
 ) {
     const F variance_ = variance.read();
     const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance_);  // 49
-    const F g_mul = g / sqrt(max(variance_2, eps1_times_eps1));
+    const F inverse_ = 1.0f / sqrt(max(variance_2, eps1_times_eps1));  // 50
+    const F g_mul = g * inverse_;
     tensor_sum_for_alpha.set(p * p);
     tensor_sum_of_g.set(g_mul * g_mul);
 }
@@ -129,8 +133,9 @@ OPTGEN_INLINE F adafactor_no_factored_3(
 ) {
     const F variance_ = variance.read();
     const F variance_2 = fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance_);  // 49
-    const F p_ = one_minus_lr_times_weight_decay * p;  // 43
-    const F p_2 = fma(-(grad_scale * tensor_div.read()), g / sqrt(max(variance_2, eps1_times_eps1)), p_);  // 52
+    const F inverse_ = 1.0f / sqrt(max(variance_2, eps1_times_eps1));  // 50
+    const F p_ = one_minus_lr_times_weight_decay * p;                        // 43
+    const F p_2 = fma(-(grad_scale * tensor_div.read()), g * inverse_, p_);  // 52
     variance.set(variance_2);
     return p_2;
 }

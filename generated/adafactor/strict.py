@@ -27,10 +27,10 @@ def adafactor_2_values(
 
 @triton.jit
 def adafactor_3_values(col_var, col_sum_for_col_var, extent_rows, one_minus_t_pow_beta2_decay, one_minus_beta2):
-    """The new col_var."""
+    """The new col_var, one_over_sqrt_col_var_2."""
     # 46  col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
     col_var = one_minus_t_pow_beta2_decay * col_var + one_minus_beta2 * tl.div_rn(col_sum_for_col_var, extent_rows)
-    return (col_var,)
+    return col_var, tl.div_rn(1.0, tl.sqrt_rn(col_var))
 
 
 @triton.jit
@@ -51,19 +51,22 @@ def adafactor_5_values(mat_sum_of_row_var, extent_rows, eps1):
 
 @triton.jit
 def adafactor_6_values(row_var, mat_sum_of_row_var_over_rows_max_eps1):
-    """The new row_div."""
-    return (tl.div_rn(row_var, mat_sum_of_row_var_over_rows_max_eps1),)
+    """The new one_over_sqrt_row_div."""
+    return (tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(row_var, mat_sum_of_row_var_over_rows_max_eps1))),)
 
 
 @triton.jit
 def adafactor_7_tile(
-    PLAN: tl.constexpr, g, col_var, row_div, grad_scale, eps1_times_eps1, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, g, one_over_sqrt_row_div, one_over_sqrt_col_var_2, grad_scale, one_over_eps1, live,
+    MASKED: tl.constexpr,
 ):
     """The terms of row_sum_of_update."""
     g = grad_scale * g
-    estimate = row_div * col_var  # 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
-    # 51  update = g * rsqrt(maximum(estimate, eps1 * eps1))
-    update = g * tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    # 47  inverse = minimum(rsqrt(row_var / maximum(mat_mean(row_var), eps1)) * rsqrt(col_var), 1 / eps1)
+    inverse_ = tl.minimum(
+        one_over_sqrt_row_div * one_over_sqrt_col_var_2, one_over_eps1, propagate_nan=tl.PropagateNan.ALL
+    )
+    update = g * inverse_  # 51  update = g * inverse
     return (update * update,)
 
 
@@ -89,15 +92,17 @@ def adafactor_9_values(alpha, tensor_sum_of_update, extent_elements, d):
 
 @triton.jit
 def adafactor_10_tile(
-    PLAN: tl.constexpr, p, g, col_var, alpha_over_tensor_max, row_div, grad_scale, one_minus_lr_times_weight_decay,
-    eps1_times_eps1, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, alpha_over_tensor_max, one_over_sqrt_row_div, one_over_sqrt_col_var_2, grad_scale,
+    one_minus_lr_times_weight_decay, one_over_eps1, live, MASKED: tl.constexpr,
 ):
     """The new p."""
     g = grad_scale * g
     p = p * one_minus_lr_times_weight_decay  # 43  p = decoupled(p, lr, weight_decay)
-    estimate = row_div * col_var             # 47
-    # 51
-    update = g * tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    # 47
+    inverse_ = tl.minimum(
+        one_over_sqrt_row_div * one_over_sqrt_col_var_2, one_over_eps1, propagate_nan=tl.PropagateNan.ALL
+    )
+    update = g * inverse_                    # 51
     p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
     return (p,)
 
@@ -112,8 +117,9 @@ def adafactor_no_factored_1_tile(
     g = grad_scale * g
     # 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)
-    # 51
-    update = g * tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    # 50  inverse = rsqrt(maximum(variance, eps1 * eps1))
+    inverse_ = tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    update = g * inverse_  # 51
     return p * p, update * update
 
 
@@ -147,7 +153,8 @@ def adafactor_no_factored_3_tile(
     g = grad_scale * g
     p = p * one_minus_lr_times_weight_decay  # 43
     variance = one_minus_t_pow_beta2_decay * variance + one_minus_beta2 * (g * g)  # 49
-    # 51
-    update = g * tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    # 50
+    inverse_ = tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)))
+    update = g * inverse_                    # 51
     p = p - alpha_over_tensor_max * update   # 52
     return p, variance

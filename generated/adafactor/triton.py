@@ -40,13 +40,13 @@ def adafactor_3_values(
     col_var, col_sum_for_col_var, extent_rows, grad_scale_times_grad_scale, one_minus_t_pow_beta2_decay,
     one_minus_beta2,
 ):
-    """The new col_var."""
+    """The new col_var, one_over_sqrt_col_var_2."""
     # 46
     col_var = tl.fma(
         one_minus_beta2, grad_scale_times_grad_scale * col_sum_for_col_var / extent_rows,
         one_minus_t_pow_beta2_decay * col_var
     )
-    return (col_var,)
+    return col_var, 1.0 / tl.sqrt(col_var)
 
 
 @triton.jit
@@ -67,8 +67,8 @@ def adafactor_5_values(mat_sum_of_row_var, extent_rows, eps1):
 
 @triton.jit
 def adafactor_6_values(row_var, mat_sum_of_row_var_over_rows_max_eps1):
-    """The new row_div."""
-    return (row_var / mat_sum_of_row_var_over_rows_max_eps1,)
+    """The new one_over_sqrt_row_div."""
+    return (1.0 / tl.sqrt(row_var / mat_sum_of_row_var_over_rows_max_eps1),)
 
 
 @triton.jit
@@ -91,16 +91,22 @@ def adafactor_2_between(
 
 
 @triton.jit
-def adafactor_7_tile(PLAN: tl.constexpr, g, col_var, row_div, eps1_times_eps1, live, MASKED: tl.constexpr):
+def adafactor_7_tile(
+    PLAN: tl.constexpr, g, one_over_sqrt_row_div, one_over_sqrt_col_var_2, one_over_eps1, live,
+    MASKED: tl.constexpr,
+):
     """The terms of row_sum_of_g."""
-    estimate = row_div * col_var  # 47
-    g_mul = g * tl.rsqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))
+    # 47
+    inverse_ = tl.minimum(
+        one_over_sqrt_row_div * one_over_sqrt_col_var_2, one_over_eps1, propagate_nan=tl.PropagateNan.ALL
+    )
+    g_mul = g * inverse_
     return (g_mul,)
 
 
 @triton.jit(do_not_specialize=["step_key"])
-def adafactor_7_sweep(table, work, eps1_times_eps1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
-    walk(table, work, adafactor_7_tile, SWEEP, (eps1_times_eps1,), step_key)
+def adafactor_7_sweep(table, work, one_over_eps1: tl.float32, step_key: tl.int32, SWEEP: tl.constexpr):
+    walk(table, work, adafactor_7_tile, SWEEP, (one_over_eps1,), step_key)
 
 
 @triton.jit
@@ -128,28 +134,25 @@ def adafactor_8_between(table, work, d: tl.float32, grad_scale_times_grad_scale:
 
 @triton.jit
 def adafactor_10_tile(
-    PLAN: tl.constexpr, p, g, col_var, tensor_div, row_div, grad_scale, one_minus_lr_times_weight_decay,
-    eps1_times_eps1, live, MASKED: tl.constexpr,
+    PLAN: tl.constexpr, p, g, tensor_div, one_over_sqrt_row_div, one_over_sqrt_col_var_2, grad_scale,
+    one_minus_lr_times_weight_decay, one_over_eps1, live, MASKED: tl.constexpr,
 ):
     """The new p."""
-    estimate = row_div * col_var             # 47
-    p = one_minus_lr_times_weight_decay * p  # 43
-    # 52
-    p = tl.fma(
-        minus(grad_scale * tensor_div),
-        g * tl.rsqrt(tl.maximum(estimate, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)), p
+    # 47
+    inverse_ = tl.minimum(
+        one_over_sqrt_row_div * one_over_sqrt_col_var_2, one_over_eps1, propagate_nan=tl.PropagateNan.ALL
     )
+    p = one_minus_lr_times_weight_decay * p                      # 43
+    p = tl.fma(minus(grad_scale * tensor_div), g * inverse_, p)  # 52
     return (p,)
 
 
 @triton.jit(do_not_specialize=["step_key"])
 def adafactor_10_sweep(
-    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, eps1_times_eps1: tl.float32,
+    table, work, grad_scale: tl.float32, one_minus_lr_times_weight_decay: tl.float32, one_over_eps1: tl.float32,
     step_key: tl.int32, SWEEP: tl.constexpr,
 ):
-    walk(
-        table, work, adafactor_10_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, eps1_times_eps1), step_key,
-    )
+    walk(table, work, adafactor_10_tile, SWEEP, (grad_scale, one_minus_lr_times_weight_decay, one_over_eps1), step_key)
 
 
 @triton.jit
@@ -160,7 +163,8 @@ def adafactor_no_factored_1_tile(
     """The terms of tensor_sum_for_alpha, tensor_sum_of_g."""
     variance = read(variance, PLAN.variance)
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)  # 49
-    g_mul = g * tl.rsqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))
+    inverse_ = tl.rsqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))  # 50
+    g_mul = g * inverse_
     return p, g_mul
 
 
@@ -211,12 +215,9 @@ def adafactor_no_factored_3_tile(
     """The new p, variance."""
     variance = read(variance, PLAN.variance)
     variance = tl.fma(scalar_0 * g, g, one_minus_t_pow_beta2_decay * variance)  # 49
-    p = one_minus_lr_times_weight_decay * p  # 43
-    # 52
-    p = tl.fma(
-        minus(grad_scale * tensor_div),
-        g * tl.rsqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL)), p
-    )
+    inverse_ = tl.rsqrt(tl.maximum(variance, eps1_times_eps1, propagate_nan=tl.PropagateNan.ALL))  # 50
+    p = one_minus_lr_times_weight_decay * p                      # 43
+    p = tl.fma(minus(grad_scale * tensor_div), g * inverse_, p)  # 52
     return p, variance
 
 
