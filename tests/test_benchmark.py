@@ -39,6 +39,13 @@ def test_a_run_on_the_cpu_writes_its_report(tmp_path: Path, monkeypatch: pytest.
     assert " ns " not in text and " us " not in text  # of a CPU's times only ratios are written
     for written in (path.read_text(encoding="utf-8"), text):
         assert str(tmp_path) not in written and str(ROOT) not in written
+    more = ["--quick", "--add", "--only", "lion fp32", "--sizes", "8192", "--threads", "1", "--rounds", "2"]
+    assert cpu.main([*more, "--backend", "reference", "--name", "Some CPU", "--out", str(tmp_path)]) == 0
+    after = json.loads(path.read_text(encoding="utf-8"))["sections"]
+    before = data["sections"]
+    assert after["2x64, 1"] == before["2x64, 1"]
+    assert [row["name"] for row in after["8192, 1"]["rows"]] == [BASE, "AdamW fp32", "Lion fp32"]
+    assert after["8192, 1"]["rows"][1] == before["8192, 1"]["rows"][1]
 
 
 @pytest.mark.slow

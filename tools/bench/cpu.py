@@ -3,6 +3,7 @@
     python -m tools.bench cpu                   everything; about half an hour where all peers are installed
     python -m tools.bench cpu --quick           under a minute: no peers, fewer sizes and rounds
     python -m tools.bench cpu --only int8 --sizes 3e7 --threads 1
+    python -m tools.bench cpu --add --only rn CAME --sizes 3e7 --threads 1       beside what the report has already
 
 Peers are compared where they are installed (tools/bench/requirements.txt). Writes docs/benchmarks/cpu-<model>.json and
 .md after every section. The exit code is 0 whatever the times are, 2 for a wrong call.
@@ -68,6 +69,14 @@ def chosen(only: Sequence[str], quick: bool, backend: str) -> tuple[list[Contend
     return (named if found[0] in named else [found[0], *named]), missing
 
 
+def added(before: race.Section | None, found: race.Section) -> race.Section:
+    """Return a section with the rows of an earlier run that it has not; each row's ratios are those of its own run."""
+    rows = {row["name"]: row for part in (before, found) if part for row in part["rows"]}
+    left_out = {} if before is None else before["left_out"]
+    left_out = {name: why for name, why in (left_out | found["left_out"]).items() if name not in rows}
+    return {**found, "rows": list(rows.values()), "left_out": left_out}
+
+
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="no peers, fewer sizes and rounds")
@@ -75,6 +84,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="*", default=[], metavar="SIZE", help=f"of {' '.join(SIZES)}, or others alike")
     parser.add_argument("--threads", nargs="*", type=int, default=[], help="numbers of threads; none: 1, 2 and all")
     parser.add_argument("--rounds", type=int, default=0, help=f"0: {ROUNDS}, --quick {QUICK_ROUNDS}")
+    parser.add_argument("--add", action="store_true", help="keep the report's other sections, and other rows of these")
     parser.add_argument("--backend", choices=("cpp", "reference"), default="cpp", help="of the generated optimizers")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the reports")
     parser.add_argument("--name", default="", help="cpu-NAME.json and .md; none: the processor's model")
@@ -97,7 +107,9 @@ def main(given: Sequence[str] | None = None) -> int:
         return 2
     machine, began = race.machine("cpu"), time.monotonic()
     path = asked.out / f"cpu-{race.slug(asked.name or machine['device'])}.json"
-    data: dict[str, Any] = {"machine": machine, "backend": asked.backend, "sections": {}, "missing": missing}
+    kept = race.read(path) if asked.add else {}
+    sections = kept.get("sections", {})
+    data: dict[str, Any] = {"machine": machine, "backend": asked.backend, "sections": sections, "missing": missing}
     say = functools.partial(print, flush=True)
     say(f"{machine['device']}, torch {machine['torch']}: {len(contenders)} contenders")
     for count in threads:
@@ -105,8 +117,8 @@ def main(given: Sequence[str] | None = None) -> int:
             copied = 2**28 if steps == 1 else 0  # what lies in the caches is not held to memory
             some = [c for c in contenders if len(shapes) > 1 or "group" not in c.name]
             found = race.section(title, shapes, some, threads=count, rounds=rounds, steps=steps, copied=copied)
-            data["sections"][f"{name}, {count}"] = found
-            data["seconds"] = round(time.monotonic() - began, 1)
+            sections[f"{name}, {count}"] = added(sections.get(f"{name}, {count}"), found)
+            data["seconds"] = round(kept.get("seconds", 0) + time.monotonic() - began, 1)
             race.save(path, data)
             race.write(path.with_suffix(".md"), race.markdown(data))
             say("\n".join(race.section_lines(found)))
