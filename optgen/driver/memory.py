@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from optgen.formats.bound import Bound
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan, Storage
+from optgen.formats.views import VIEWS
 from optgen.lang.declare import StateDecl
 from optgen.lang.spec import Recurrence, Spec
 from optgen.ops import dtypes, spaces
@@ -50,7 +51,13 @@ def memory(spec: Spec, storage: Storage, decays: Mapping[str, Recurrence] | None
         if name in ranks:
             of, size = f", of {SIDE} x {SIDE} matrices of rank {ranks[name]}", size * ranks[name] / SIDE
         rows.append(ValueBytes(name, f"{fmt}{of}", size, error, valid, steady))
-    return rows
+    return [*rows, *_views(storage.plan)]
+
+
+def _views(plan: Plan) -> list[ValueBytes]:
+    """Return a row for each further encoding of the weight."""
+    found = {name: VIEWS[name] for name in plan.views}
+    return [ValueBytes(name, str(fmt), fmt.bytes_per_param, *_bound(fmt.bound())) for name, fmt in found.items()]
 
 
 def rank(spec: Spec, state: StateDecl) -> int:
@@ -91,7 +98,7 @@ def of_plan(plan: Plan) -> list[ValueBytes]:
         for name, kept in {role: fmt, f"{role}, vectors": fmt.of_vectors()}.items():
             if name == role or kept != fmt:
                 rows.append(ValueBytes(name, str(kept), kept.bytes_per_param, *_bound(kept.bound())))
-    return rows
+    return [*rows, *_views(plan)]
 
 
 def storage_lines(rows: Sequence[ValueBytes]) -> list[str]:

@@ -18,6 +18,7 @@ from optgen.driver.steps import rule_step
 from optgen.formats import floats, format
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan, coded_trait, field_names, rounds_to_nearest
+from optgen.formats.views import VIEWS
 from optgen.ir.node import loads, postorder
 from optgen.ir.program import Buffer, Program, Schedule, Stage, Step
 from optgen.ir.ranges import is_plus
@@ -27,7 +28,7 @@ from optgen.ops import dtypes, spaces
 from optgen.ops.prims import MATRIX_OPS
 from optgen.passes.convert import ARITHMETIC
 from optgen.runtime import records
-from optgen.runtime.records import WIDE, Field, Rule, Temp, Variant, Whole
+from optgen.runtime.records import WIDE, Field, Rule, Temp, Variant, View, Whole
 from optgen.runtime.records.join import FP32, FormatRecord, PlanRecord, RuleRecord, StateRecord, by_flags, with_steps
 
 PLAN = "__init__.py"
@@ -363,7 +364,7 @@ def plan_text(plan: Plan, maths: Maths = "fast") -> str:
     """Return the text of a plan's package: how it keeps an element, and its record."""
     doc = [f'"""{plan.doc}', "", *(f"    {x}" for x in memory.storage_lines(memory.of_plan(plan))), '"""']
     text = list(written("PLAN = ", plan_record(plan, maths)))
-    known = ("Field", "FormatRecord", "PlanRecord", "Stage", "Temp", "Whole")
+    known = ("Field", "FormatRecord", "PlanRecord", "Stage", "Temp", "View", "Whole")
     names = [name for name in known if any(f"{name}(" in line for line in text)]
     head = [*doc, targets.mark(plan.loc.file, f"plan {plan.name}"), "# fmt: off", "# ruff: noqa"]
     return "\n".join([*head, f"from optgen.runtime import {', '.join(names)}", "", *text]) + "\n"
@@ -378,7 +379,15 @@ def plan_record(plan: Plan, maths: Maths = "fast") -> PlanRecord:
     given = {role: _format(plan, getattr(plan, role), maths) for role in ("signed", "nonneg", "initial", "small")}
     own = {state: _format(plan, fmt, maths) for state, fmt in sorted(plan.overrides.items())}
     wrong = bool(plan.discouraged)
-    return PlanRecord(plan.small_numel, weights, **given, matrices=plan.matrices, overrides=own, discouraged=wrong)
+    views = tuple(_view(name, VIEWS[name]) for name in plan.views)
+    return PlanRecord(
+        plan.small_numel, weights, **given, matrices=plan.matrices, overrides=own, discouraged=wrong, views=views
+    )  # fmt: skip
+
+
+def _view(name: str, fmt: Format) -> View:
+    fields = (_field(k, f) for k, f in zip(_names(fmt), fmt.fields().values(), strict=True))
+    return View(name, fmt.block, tuple(dataclasses.replace(f, name=f"{name}_{f.name}", state=name) for f in fields))
 
 
 def _format(plan: Plan, fmt: Format, maths: Maths) -> FormatRecord:

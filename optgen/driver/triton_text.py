@@ -17,6 +17,7 @@ from optgen.driver import kernel_text, plan_formats, record_text, targets
 from optgen.driver.project import Maths
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan
+from optgen.formats.views import VIEWS
 from optgen.ir import node as ir
 from optgen.ir.program import Program, Store
 from optgen.lang.spec import Spec
@@ -103,6 +104,8 @@ def codecs(plan: Plan, maths: Maths) -> Iterator[tuple[str, CodecText, Format | 
     for name, fmt in plan_formats.formats(plan).items():
         made = _codec(lower_codec(fmt), fmt.signed, maths, record_text.whole_work(fmt, maths))
         yield name, made, fmt, str(fmt)
+    for name in plan.views:  # quantizers have its bits, whatever the maths of a step
+        yield name, _codec(lower_codec(VIEWS[name]), True, "strict"), VIEWS[name], str(VIEWS[name])
 
 
 @lru_cache(maxsize=256)

@@ -53,16 +53,6 @@ class Fp8(InBlocks):
         return f"{self.kind} blocks of {self.block}: {self.scale} scale, nearest"
 
     @property
-    def mantissa(self) -> int:
-        """Mantissa bits."""
-        return _KINDS[self.kind][0]
-
-    @property
-    def least(self) -> float:
-        """The smallest float above 0, and what is between two below 2 * normal."""
-        return 2.0 ** (1 - _KINDS[self.kind][1] - self.mantissa)
-
-    @property
     def normal(self) -> float:
         """The smallest float with a full mantissa."""
         return 2.0 ** (1 - _KINDS[self.kind][1])
@@ -81,28 +71,12 @@ class Fp8(InBlocks):
 
     def code_of(self, value: Num, scale: Num, noise: Noise | None) -> Num:
         number = value / scale
-        pattern = self._pattern(abs(number))
+        pattern = nearest(self.kind, abs(number))
         pattern = pattern | ((bits(number) >> 24) & 0x80)
         return pattern
 
-    def _pattern(self, size: Num) -> Num:
-        """The code of a number >= 0, i32."""
-        drop = 23 - self.mantissa
-        word = bits(size)
-        carry = ((word >> drop) & 1) + ((1 << (drop - 1)) - 1)
-        normal = ((word + carry) >> drop) - ((127 - _KINDS[self.kind][1]) << self.mantissa)
-        # The sum's last place is the smallest float: adding rounds half to even.
-        unit = self.least * 2.0**23
-        small = bits(minimum(size, self.normal) + unit) - pattern_of(unit)
-        return minimum(where(size < self.normal, small, normal), _KINDS[self.kind][2])
-
     def number_of(self, parts: Mapping[str, Num]) -> Num:
-        pattern = cast(parts[""], dtypes.i32)
-        size = pattern & 0x7F
-        count = cast(size, dtypes.f32)
-        normal = from_bits((size << (23 - self.mantissa)) + ((127 - _KINDS[self.kind][1]) << 23))
-        number = where(size < (1 << self.mantissa), count * self.least, normal)
-        number = from_bits(bits(number) | ((pattern & 0x80) << 24))
+        number = widen(self.kind, cast(parts[""], dtypes.i32))
         value = number * self.scale.decode(parts["scale"])
         # The largest float times a scale that was rounded up may lie beyond the block's largest, and the range of f32.
         return clip(value, -LARGEST, LARGEST) if self.scale.excess else value
@@ -131,6 +105,30 @@ class Fp8(InBlocks):
 
     def keeps_zero(self) -> bool:
         return True
+
+
+def nearest(kind: FloatKind, size: Num) -> Num:
+    """The code of a number >= 0, i32, rounded half to even."""
+    mantissa, bias, most = _KINDS[kind]
+    least, normal_from = 2.0 ** (1 - bias - mantissa), 2.0 ** (1 - bias)
+    drop = 23 - mantissa
+    word = bits(size)
+    carry = ((word >> drop) & 1) + ((1 << (drop - 1)) - 1)
+    normal = ((word + carry) >> drop) - ((127 - bias) << mantissa)
+    # The sum's last place is the smallest float: adding rounds half to even.
+    unit = least * 2.0**23
+    small = bits(minimum(size, normal_from) + unit) - pattern_of(unit)
+    return minimum(where(size < normal_from, small, normal), most)
+
+
+def widen(kind: FloatKind, pattern: Num) -> Num:
+    """The f32 of a code with its sign; a NaN of e4m3 reads as 480."""
+    mantissa, bias, _ = _KINDS[kind]
+    size = pattern & 0x7F
+    count = cast(size, dtypes.f32)
+    normal = from_bits((size << (23 - mantissa)) + ((127 - bias) << 23))
+    number = where(size < (1 << mantissa), count * 2.0 ** (1 - bias - mantissa), normal)
+    return from_bits(bits(number) | ((pattern & 0x80) << 24))
 
 
 @lru_cache

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dis
 import keyword
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -20,11 +20,13 @@ from optgen.formats.check import BLOCKS, is_whole, refusal
 from optgen.formats.format import Field, Format, Master
 from optgen.formats.masters import Native
 from optgen.formats.of_matrices import MATRICES, NEAREST
+from optgen.formats.views import VIEWS
 from optgen.lang.declare import INPUT, StateDecl
 from optgen.lang.spec import MatrixKind
 from optgen.ops.dtypes import DType, f32
 
 SMALL, SLOW = 4096, 0.98
+WORD = 4  # bytes of the word that holds a view's scales of one storage block
 
 
 def rounds_to_nearest(recurrence: Any) -> bool:
@@ -95,8 +97,9 @@ class Storage:
 
     @property
     def bytes_per_param(self) -> float:
-        """Bytes per parameter between steps: weight and states, without the gradient."""
-        return self.param.bytes + sum(f.bytes_per_param for f in self.fields().values())
+        """Bytes per parameter between steps: weight, states and views, without the gradient."""
+        views = sum(VIEWS[name].bytes_per_param for name in self.plan.views)
+        return self.param.bytes + sum(f.bytes_per_param for f in self.fields().values()) + views
 
 
 CODES = "codes"
@@ -135,6 +138,12 @@ def _check_overrides(overrides: object, loc: Loc) -> None:
         raise UserError("E309", loc=loc, part="overrides", want=want, got=got, hint=hint)
 
 
+def _are_views(views: object) -> bool:
+    if not isinstance(views, (tuple, list)):
+        return False
+    return all(isinstance(x, str) and x in VIEWS for x in views) and len(set(views)) == len(views)
+
+
 def _nameable(name: str) -> bool:
     """Return True if a folder and a Python module can have this name; "" is a plan's that has none."""
     plain = name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
@@ -155,6 +164,7 @@ class Plan:
     initial      states that start as the weight: precise as weights, not as moments
     small_numel  tensors of fewer elements (of the logical tensor) keep every state in fp32
     matrices     bits of matrix states: 8 for those of a trait and averages of low rank (OfMatrix), or 32
+    views        names of further encodings of the weight that each step writes and none reads (formats/views.py)
     overrides    state name -> format, before all of these; of small tensors in its form for vectors (Format.of_vectors)
     discouraged  why the plan exists although the lint finds an error; "": such a plan is refused
     """
@@ -168,6 +178,7 @@ class Plan:
     initial: Format = floats.f32
     small_numel: int = SMALL
     matrices: int = 32
+    views: Sequence[str] = ()
     overrides: Mapping[str, Format] = field(default_factory=dict)
     discouraged: str = ""
     small: Format = field(default=floats.f32, init=False)
@@ -210,6 +221,7 @@ class Plan:
             ("small_numel", is_whole(self.small_numel) and self.small_numel >= 0, "a number of elements, 0 or more"),
             ("matrices", is_whole(self.matrices) and self.matrices in (8, 32), "the bits of matrix states, 8 or 32"),
             ("discouraged", is_text(self.discouraged), "the reason, a text"),
+            ("views", _are_views(self.views), f"a tuple of names, each once: {', '.join(VIEWS)}"),
         ):
             if not fits:
                 raise UserError("E309", loc=self.loc, part=part, want=want, got=repr(getattr(self, part)))
@@ -341,6 +353,7 @@ class Plan:
                 raise refusal(places, what, f"blocks of a power of two, {BLOCKS[0]} to {BLOCKS[-1]}")
             if fmt.block > 1:
                 sizes.setdefault(fmt.block, state.name)
+        self._check_views(sizes)
         if len(sizes) > 1:
             (a, first), (b, second) = sorted(sizes.items())[:2]
             given = {"plan": self.name, "first": first, "a": a, "second": second, "b": b}
@@ -350,3 +363,10 @@ class Plan:
                     "and columns"
                 )
             raise UserError("E302", loc=self.loc, **given)
+
+    def _check_views(self, blocks: Collection[int]) -> None:
+        """UserError where storage blocks hold no whole blocks of a view, or more than one word has scales of."""
+        for name, size in ((x, VIEWS[x].block) for x in self.views):
+            if any(block % size or block // size > WORD for block in blocks):
+                what = f"the view {name} beside states in blocks of {max(blocks)}"
+                raise refusal(self.loc, what, f"blocks of {' or '.join(str(size * k) for k in (1, 2, 4))} there")

@@ -4,6 +4,7 @@
     torchtitan            config("adamw"): the configuration of an OptimizersContainer
     timm                  register("adamw"): a name for create_optimizer_v2
     emerging_optimizers   register("adamw"): a name in the registry of Emerging-Optimizers
+    torchao               mx_tensor(opt.views(p)["mxfp8_rows"]): a view as torchao's layers take it
     axolotl               OptgenPlugin, for `plugins:` of a configuration
 
 accelerate, Lightning and its CLI, and kohya's scripts take a class: optgen.optim.AdamW.

@@ -7,7 +7,7 @@ records and keys from here: torch is imported with the first name that needs it.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from optgen.runtime.records import Eager, Field, Flag, Hyper, Rule, Stage, Temp, Variant, Whole
+from optgen.runtime.records import Eager, Field, Flag, Hyper, Rule, Stage, Temp, Variant, View, Whole
 from optgen.runtime.records.join import FormatRecord, PlanRecord, RuleRecord, StateRecord, by_flags
 from optgen.runtime.records.series import Series
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Eager", "Field", "Flag", "FormatRecord", "Hyper", "Memory", "Optimizer", "ParameterMemory", "PlanRecord", "Rule",
-    "RuleRecord", "Series", "Stage", "StateRecord", "Temp", "Variant", "Whole", "by_flags",
+    "RuleRecord", "Series", "Stage", "StateRecord", "Temp", "Variant", "View", "Whole", "by_flags",
 ]  # fmt: skip
 
 _LATER = {"Memory": "states.memory", "ParameterMemory": "states.memory", "Optimizer": "optimizer"}

@@ -19,6 +19,7 @@ from optgen.runtime.checkpoint import checkpoint, inputs, reset, weights
 from optgen.runtime.layout import plans, sharding
 from optgen.runtime.layout.plans import Label, PlanOption
 from optgen.runtime.modes import away, offload, release, watch
+from optgen.runtime.modes import views as of_views
 from optgen.runtime.options import blocks as of_rows
 from optgen.runtime.options import entries, options
 from optgen.runtime.options import overrides as rules
@@ -27,6 +28,7 @@ from optgen.runtime.records import Flag, Hyper
 from optgen.runtime.records.uninterrupted import Uninterrupted
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import low_bits, memory, state
+from optgen.runtime.states.views import ViewTensors
 from optgen.runtime.step import admit, stepper
 
 OTHERS = """
@@ -230,6 +232,25 @@ class Checkpointed(torch.optim.Optimizer):
                     graph.send(owner, ready or ())
                 return number
         return None
+
+    def views(self, p: Tensor) -> dict[str, ViewTensors]:
+        """Return the views of a parameter by name, such as "mxfp8_rows": tensors that each step writes.
+
+        A view that is missing, or was made of another value of the weight, is made now.  ValueError where the plan
+        makes none, or the parameter cannot have one.
+        """
+        for one, entry, _ in self._matched():
+            if entry.p is p:
+                return of_views.of(one, entry)
+        raise ValueError(f"{type(self).__name__}.views: this tensor is none of its parameters")
+
+    def use_views(self, model: torch.nn.Module, view: str = "mxfp8_rows") -> of_views.ViewHandle:
+        """Let each nn.Linear of the model compute with the view of its weight; gradients are those of the weight.
+
+        A forward whose weight was written to since the last step raises RuntimeError: call this again then.  Returns a
+        handle; its `remove()` lets the layers compute with the weights.
+        """
+        return of_views.use(self, model, view)
 
     def memory(self) -> memory.Memory:
         """Return the bytes of the trainable weights and of their states, made already or not yet."""

@@ -20,8 +20,8 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
     stores = variant.stored_by(stage)
     states = [x for x in dict.fromkeys((*stage.reads, *stage.stores)) if x not in ("p", "g")]
     values = [_value(variant, stage, owner, states, owner in stores) for owner in ("p", *states)]
-    written = [True, False, *(f.owner in stores for f in variant.fields)]
-    columns = [_column_of(variant, name)[:-1] for name in ("p", "g", *variant.names)]
+    written = [True, False, *(f.owner in stores for f in variant.fields), *(True for _ in variant.shown)]
+    columns = [_column_of(variant, name)[:-1] for name in variant.columns]
     return "\n".join(
         [
             '#include "sweep.h"',
@@ -37,6 +37,7 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
             "    static constexpr Column COLUMNS[] = {",
             *(f"        {x}, {str(y).lower()}}}," for x, y in zip(columns, written, strict=True)),
             "    };",
+            *_views(variant, [variant.columns.index(view.fields[0].name) for view in variant.views]),
             "};",
             f"template <class Grad> using {KERNEL} = Sweep<Layout<Grad>, {stage.kernel}, Grad,",
             ",\n".join(f"    {value}" for value in values) + ">;",
@@ -57,6 +58,15 @@ def _value(variant: Variant, stage: Stage, owner: str, states: Sequence[str], st
     base = states.index(eager.relative[owner]) if owner in eager.relative else -1
     flags = f"{str(stored).lower()}, {str(_may_be_negative_zero(variant, stage, owner)).lower()}"
     return f"Value<{codec}, {states.index(owner)}, {place}, {_bits(eager, owner)}, {base}, {flags}, {place + 1}>"
+
+
+def _views(variant: Variant, places: Sequence[int]) -> list[str]:
+    """Return the lines of a layout that name the views that it stores; `places`: of the first tensor of each."""
+    found = [
+        f"View<{view.name}_nearest, {view.size}, {at}, {variant.param}>"
+        for view, at in zip(variant.views, places, strict=False)
+    ]
+    return [f"    typedef Views<{', '.join(found)}> views;", "    typedef void shows;"] if found and places else []
 
 
 def _bits(eager: Eager, owner: str) -> str:
@@ -127,10 +137,9 @@ def _column_of(variant: Variant, name: str) -> str:
         return f"{{{4 if variant.param == 'float32' else 2}, ELEMENT}}"
     if name == "g":
         return "{sizeof(typename Grad::stored), ELEMENT}"
-    for f in variant.fields:
-        if f.name == name:
-            size = f.width if f.width > 1 or f.per == EIGHT else f.torch_dtype.itemsize
-            return f"{{{size}, {_kind(f)}}}"
+    if f := variant.stored.get(name):
+        size = f.width if f.width > 1 or f.per == EIGHT else f.torch_dtype.itemsize
+        return f"{{{size}, {_kind(f)}}}"
     temp = next(t for t in variant.temps if t.name == name)
     return f"{{{2 if temp.space == 'elem' and not temp.wide else 4}, {_KINDS[temp.space]}}}"
 
@@ -192,6 +201,7 @@ class _Stage:
         for name in weight[1:]:
             self.place(name, *flags)
         values = [self.weight(more), *(self.value(k, x) for k, x in enumerate((*self.given, *self.bases)))]
+        views = _views(self.variant, self.view_places())
         order = [*stage.scalars, *(-1 - _EXTENTS.index(x) for x in stage.extents)]
         places = ", ".join(map(str, (*order, 0)))
         block = self.own.block if stage.space == "elem" else 1
@@ -206,6 +216,7 @@ class _Stage:
             *(f"        {place}," for place in self.places),
             "    }};",
             "    static constexpr auto COLUMNS = columns_of(PLACES);",
+            *views,
             "};",
             *self.rule(number, len(order), text),
             f"template <class Grad> using stage_{number} = Staged<",
@@ -235,6 +246,15 @@ class _Stage:
             "    }",
             "};",
         ]
+
+    def view_places(self) -> list[int]:
+        """Add the places of the weight's views, if the stage stores it; return the first of each."""
+        found = []
+        for view in self.variant.views if "p" in self.stores else ():
+            found.append(len(self.places))
+            for f in view.fields:
+                self.place(f.name, False, True)
+        return found
 
     def place(
         self, name: str, read: bool, written: bool, partial: int = -1, reduction: str = "NONE", source: int = -1

@@ -94,6 +94,25 @@ class StoredValue:
         return repr(self) + self.codec.cache_key
 
 
+@dataclass(frozen=True, eq=False)
+class StoredView:
+    """A view of the weight.
+
+    size         elements that share a scale
+    code, scale  the positions of the buffers that it is stored in
+    """
+
+    codec: Codec
+    size: int
+    code: int
+    scale: int
+
+    @property
+    def cache_key(self) -> str:
+        """The record's part of the name under which Triton keeps a compiled kernel."""
+        return repr(self) + self.codec.cache_key
+
+
 class ValuesByName:
     """The values of a rule by their names, as attributes.
 
@@ -245,10 +264,29 @@ def put_value(
     made = encoded(x, roots, draws, live, own, VALUE, MASKED)
     for i in tl.static_range(len(VALUE.stores)):
         stored(buffers[VALUE.stores[i]], made[i], where, live, SWEEP, VALUE.stores[i], MASKED)
+    if VALUE.name == "p":
+        for i in tl.static_range(len(SWEEP.views)):
+            put_view(buffers, made[0], where, live, SWEEP, SWEEP.view(i), MASKED)
     out = ()
     if VALUE.codec.root is not None:
         out = (made[len(VALUE.stores)],)
     return out
+
+
+@triton.jit
+def put_view(buffers, x, where, live, SWEEP: tl.constexpr, VIEW: tl.constexpr, MASKED: tl.constexpr):
+    """Store a view of the new weight as it was stored; the scales of a storage block are one word."""
+    BLOCKS: tl.constexpr = x.numel // VIEW.size
+    COUNT: tl.constexpr = SWEEP.block // VIEW.size
+    alive = live[0]
+    if MASKED:
+        alive = tl.reshape(tl.broadcast_to(alive, x.shape), [BLOCKS, VIEW.size])
+    code, scale = VIEW.codec.nearest(tl.reshape(widened(x), [BLOCKS, VIEW.size]), alive, MASKED)
+    stored(buffers[VIEW.code], tl.reshape(code, x.shape), where, live, SWEEP, VIEW.code, MASKED)
+    if COUNT > 1:
+        places = tl.reshape(scale.to(tl.int32), [BLOCKS // COUNT, COUNT]) << (8 * tl.arange(0, COUNT))[None, :]
+        scale = tl.sum(places, 1)
+    stored(buffers[VIEW.scale], tl.reshape(scale, where[1].shape), where, live, SWEEP, VIEW.scale, MASKED)
 
 
 @triton.jit

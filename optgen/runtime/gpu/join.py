@@ -12,12 +12,12 @@ from typing import Any
 import triton.language as tl
 
 from optgen.runtime.gpu import small_work
-from optgen.runtime.gpu.codecs import FULL, Codec, StoredValue
+from optgen.runtime.gpu.codecs import FULL, Codec, StoredValue, StoredView
 from optgen.runtime.gpu.matrices import Panels
 from optgen.runtime.gpu.prelude import KEEPS_LAYOUTS
 from optgen.runtime.gpu.small_work import Level, Round
 from optgen.runtime.gpu.walk import KernelSweep
-from optgen.runtime.records import COPY, EIGHT, Field, Rule, Stage, Temp, Variant
+from optgen.runtime.records import COPY, EIGHT, Field, Rule, Stage, Temp, Variant, View
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.sums import SEGMENT, panel_columns
 
@@ -94,6 +94,7 @@ class Frame:
     first     the entry of their first address
     matrices  the entry that is the number of matrices; -1: of one sweep there is none
     numel     the entry that is the number of elements
+    views     the codecs of views, by name
     """
 
     columns: dict[str, int]
@@ -105,6 +106,7 @@ class Frame:
     matrices: int
     numel: int
     width: int
+    views: dict[str, Codec]
 
     @classmethod
     def of(cls, variant: Variant, codecs: ModuleType) -> Frame:
@@ -124,7 +126,8 @@ class Frame:
             width = numel + 9 + max(of_panels, default=0)
         columns = {name: i for i, name in enumerate(variant.columns)}
         partials = {t.name: len(columns) + i for i, t in enumerate(variant.reduced)}
-        return cls(columns, partials, found, tables, tuple(numbers), first, matrices, numel, width)
+        views = {view.name: getattr(codecs, view.name) for view in variant.views}
+        return cls(columns, partials, found, tables, tuple(numbers), first, matrices, numel, width, views)
 
     def extents(self, stage: Stage) -> tuple[int, ...]:
         """Return the entries of the sizes that a stage computes with."""
@@ -137,10 +140,11 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> KernelSweep:
     assert rule is not None
     values = _Values(variant, stage, frame)
     kept = tuple(map(values.kept, values.owners))
-    fields, temps = {f.name: f for f in variant.fields}, {t.name: t for t in variant.temps}
+    temps = {t.name: t for t in variant.temps}
+    fields = variant.stored
     buffers = tuple((frame.columns[x], *_buffer(variant, fields.get(x), temps.get(x), x)) for x in values.touched)
     counted = any(x.word >= 0 for x in kept)
-    block = variant.block_of(values.live)
+    block = variant.block_in(stage)
     made: dict[str, Any] = dict(
         width=frame.width,
         numel=frame.numel,
@@ -153,6 +157,7 @@ def sweep(variant: Variant, stage: Stage, frame: Frame) -> KernelSweep:
         values=kept,
         taken=len(stage.reads),
         stores=tuple((values.owners.index(x), stage.stores.index(x)) for x in values.stores),
+        views=values.views,
         summed=_summed(stage),
         words=variant.eager.words if counted else (),
     )
@@ -213,10 +218,22 @@ class _Values:
         whole = self.eager.whole
         return {x: [f"{x}_{k}" for k in whole[x].encode] for x in self.stores if x in whole}
 
+    @property
+    def shown(self) -> tuple[View, ...]:
+        """The views that it stores."""
+        return self.variant.views if "p" in self.stores else ()
+
+    @property
+    def views(self) -> tuple[StoredView, ...]:
+        """The records of the views that it stores."""
+        pairs = [(view, self.places(f.name for f in view.fields)) for view in self.shown]
+        return tuple(StoredView(self.frame.views[view.name], view.size, *places) for view, places in pairs)
+
     @cached_property
     def touched(self) -> list[str]:
         """Names of the columns that the sweep touches."""
         used = {name for names in (*self.read.values(), *self.given.values()) for name in names}
+        used |= {f.name for view in self.shown for f in view.fields}
         return [x for x in self.frame.columns if x in used]
 
     def is_stored(self, owner: str, column: str) -> bool:

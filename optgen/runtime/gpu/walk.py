@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.gpu import codecs
-from optgen.runtime.gpu.codecs import StoredValue, ValuesByName
+from optgen.runtime.gpu.codecs import StoredValue, StoredView, ValuesByName
 from optgen.runtime.gpu.prelude import down, fold, joint, missing, numbered, opaque, pointer, term, within
 from optgen.runtime.records.keys import Recipe, Word, recipes
 
@@ -46,6 +46,7 @@ class KernelSweep:
     strict    True if lanes and tiles are added in the order that every backend has
     values    the rule's values, as the plan keeps them: those that its tile function takes come first, in its order
     taken     the number of these (4)
+    views     the views of the weight that it stores with it
     stores    (position in `values`, in what the tile function returns) of what is stored, in order
     summed    position, in what the tile function returns, of each factor of terms
     anchor    the buffer whose threads compute the numbers of elements (see `within` of the prelude); -1: any
@@ -71,6 +72,7 @@ class KernelSweep:
     values: tuple[StoredValue, ...] = ()
     taken: int = 0
     stores: tuple[tuple[int, int], ...] = ()
+    views: tuple[StoredView, ...] = ()
     summed: tuple[int, ...] = ()
     anchor: int = -1
     words: tuple[Word, ...] = ()
@@ -84,7 +86,7 @@ class KernelSweep:
     @cached_property
     def cache_key(self) -> str:
         """The record's part of the name under which Triton keeps a compiled kernel."""
-        return " ".join([repr(self), *(x.cache_key for x in self.values)])
+        return " ".join([repr(self), *(x.cache_key for x in self.values), *(x.cache_key for x in self.views)])
 
     def plan(self) -> ValuesByName:
         """Return the values by their names."""
@@ -99,6 +101,10 @@ class KernelSweep:
     def kept(self, i: int) -> StoredValue:
         """Return how a value is kept."""
         return self.values[i]
+
+    def view(self, i: int) -> StoredView:
+        """Return a view of the weight."""
+        return self.views[i]
 
     def bits(self, i: int) -> int:
         """Return the bits of a buffer's packed codes: eight are a word."""

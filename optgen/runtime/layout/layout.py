@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -187,6 +188,14 @@ def _tensor(field: Field, p: Tensor, room: Mapping[str, Tensor]) -> Tensor:
     if field.name in room:
         return room[field.name]
     return torch.empty(field_shape(field, p.shape), dtype=field.torch_dtype, device=p.device)
+
+
+def write_views(plan: Pair, variant: Variant, p: Tensor, out: Mapping[str, Tensor]) -> None:
+    """Write the views of a weight, as it is, into their tensors, by name."""
+    function = plans.storage(plan, variant).shown
+    for part in _parts(replace(variant, fields=()), p.shape):
+        for name, made in function(part.of(p.detach()).contiguous()).items():
+            part.of(out[name], variant.stored[name]).copy_(made)
 
 
 def _write_elements(

@@ -426,6 +426,26 @@ class Stage:
         return replace(self, **named, sums=sums, state=state)
 
 
+@dataclass(frozen=True)
+class View:
+    """A further encoding of the new weight that the sweep makes which stores it, and that no step reads.
+
+    name    also that of its codec in the plan's module ("mxfp8_rows")
+    size    elements of a row that share a scale (32)
+    fields  its tensors: codes of elements, and one word for the scales of each storage block
+    """
+
+    name: str
+    size: int
+    fields: tuple[Field, ...]
+
+    def in_blocks(self, block: int) -> View:
+        """Return the view beside values in storage blocks of so many elements, each of which holds some of its own."""
+        codes, scales = self.fields
+        words = {1: "uint8", 2: "int16", 4: "int32"}
+        return replace(self, fields=(codes, replace(scales, dtype=words[block // self.size], per=block)))
+
+
 COPY = "copy"
 """The kernel of small work that stores, or reduces, the one value that it reads as it is."""
 
@@ -526,6 +546,7 @@ class Variant:
     eager        how each value is stored
     rule         the step: in the maths of its kernels, or in strict maths for the eager reference
     rank         rank of its matrices of low rank in one group (`in_blocks`); 0 if there are none
+    views        further encodings of the weight
     """
 
     function: str
@@ -543,11 +564,12 @@ class Variant:
     eager: Eager = field(default_factory=Eager)
     rule: Rule | None = None
     rank: int = 0
+    views: tuple[View, ...] = ()
 
     @cached_property
     def block(self) -> int:
         """The elements of a storage block of the fields that are in blocks; 1: none is."""
-        return self.block_of(self._owned)
+        return self.block_of(("p", *self._owned), True)
 
     @cached_property
     def stochastic(self) -> bool:
@@ -571,7 +593,17 @@ class Variant:
     @cached_property
     def columns(self) -> tuple[str, ...]:
         """Names of the tensors whose addresses a row of the table of its kernels begins with."""
-        return ("p", "g", *self.names, *(t.name for t in self.temps))
+        return ("p", "g", *self.names, *(f.name for f in self.shown), *(t.name for t in self.temps))
+
+    @cached_property
+    def shown(self) -> tuple[Field, ...]:
+        """The tensors of its views, in order."""
+        return tuple(f for view in self.views for f in view.fields)
+
+    @cached_property
+    def stored(self) -> Mapping[str, Field]:
+        """All that is stored beside the weight and in views, by name."""
+        return {f.name: f for f in (*self.fields, *self.shown)}
 
     @cached_property
     def reduced(self) -> tuple[Temp, ...]:
@@ -629,7 +661,7 @@ class Variant:
             return self
         stages = []
         for k, stage in enumerate(rule.stages):
-            own = replace(stage, kernel=f"{self.function}_{k + 1}", block=self.block_of(self.owners_in(stage)))
+            own = replace(stage, kernel=f"{self.function}_{k + 1}", block=self.block_in(stage))
             stages.append(stage if stage.on_host else own)
         return replace(self, stages=tuple(stages))
 
@@ -639,9 +671,13 @@ class Variant:
         owners = dict.fromkeys([*[x for x in stage.reads if x not in stage.absent], *stores])
         return list(owners | {x: None for name, x in self.eager.relative.items() if name in owners})
 
-    def block_of(self, owners: Collection[str]) -> int:
-        """Return the elements of a storage block of these values; 1: none is in blocks."""
-        fields = [f for f in self.fields if f.owner in owners]
+    def block_in(self, stage: Stage) -> int:
+        """Return the elements of a storage block of what a stage of the rule touches; 1: nothing is in blocks."""
+        return self.block_of(self.owners_in(stage), "p" in self.stored_by(stage))
+
+    def block_of(self, owners: Collection[str], shown: bool) -> int:
+        """Return the elements of a storage block of these values, and of views if they are `shown`."""
+        fields = [f for f in self.fields if f.owner in owners] + [*self.shown] * shown
         block = max((f.per for f in fields if f.per != EIGHT), default=1)
         return block if block > 1 or all(f.per != EIGHT for f in fields) else PACK
 
@@ -704,7 +740,8 @@ def in_blocks(variant: Variant, matrix: Matrix, rank: int = 0) -> Variant:
     """
     fields = (f if isinstance(matrix, str) and f.space == "elem" else replace(f, matrix=matrix) for f in variant.fields)
     fields = (replace(f, rank=rank) if isinstance(f.rank, str) else f for f in fields)
-    return replace(variant, fields=tuple(fields), matrix=matrix, rank=rank)
+    views = (replace(v, fields=tuple(replace(f, matrix=matrix) for f in v.fields)) for v in variant.views)
+    return replace(variant, fields=tuple(fields), matrix=matrix, rank=rank, views=tuple(views))
 
 
 def beside(variant: Variant, other: Variant) -> Variant:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from optgen.runtime.records import WIDE, Eager, Field, Matrix, Rule, Stage, Temp, Variant, Whole, keys
+from optgen.runtime.records import EIGHT, WIDE, Eager, Field, Matrix, Rule, Stage, Temp, Variant, View, Whole, keys
 from optgen.runtime.records.whole_states import divided
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -149,6 +149,7 @@ class PlanRecord:
     """A plan: which format keeps which kind of value; see `optgen.formats.Plan`.
 
     weights  parameter dtype -> what is stored beside the parameter; nothing where there is none
+    views    further encodings of the weight
     matrices  bits of matrix states whose trait is in `MATRICES`, 8 or 32
     discouraged  True if the lint may find errors; beside each rule stands which, in a module of the plan's name
     """
@@ -162,6 +163,7 @@ class PlanRecord:
     matrices: int = 32
     overrides: Mapping[str, FormatRecord] = field(default_factory=dict)
     discouraged: bool = False
+    views: tuple[View, ...] = ()
 
     def of(self, state: StateRecord, small: bool, vector: bool) -> FormatRecord:
         """Return the format of a state; small tensors are one class, vectors and matrices."""
@@ -338,7 +340,14 @@ def joined(
         rows=rows,
         matrix=matrix,
         eager=_stored(rule, weight, formats),
+        views=_views(plan.views, fields),
     )
+
+
+def _views(views: tuple[View, ...], fields: Iterable[Field]) -> tuple[View, ...]:
+    """Return views in the storage blocks of these fields, or in blocks of their own where nothing is in blocks."""
+    blocks = {f.per for f in fields if f.per not in (1, EIGHT)} or {view.size for view in views}
+    return tuple(view.in_blocks(max(blocks)) for view in views)
 
 
 def _matrix(rule: RuleRecord, formats: Mapping[str, FormatRecord]) -> Matrix:

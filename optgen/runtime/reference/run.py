@@ -7,7 +7,7 @@ sums and the random bits are those of strict kernels, and so is every bit of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -54,7 +54,8 @@ class EagerStep:
         self.device: Any = tile.load(tile.CODECS)
         named = {owner: name for owner, name in variant.eager.codecs.items() if name}
         self.codecs = {owner: getattr(codecs, name) for owner, name in named.items()}
-        self.fields: dict[str, Field] = {f.name: f for f in variant.fields}
+        self.views = {view.name: getattr(codecs, view.name) for view in variant.views}
+        self.fields: Mapping[str, Field] = variant.stored
         self.temps: dict[str, Temp] = {t.name: t for t in variant.temps}
         self.stages = [(s, self._tile(s)) for s in variant.rule.stages if not s.on_host]
         words = tuple((at, narrow, anew) for at, narrow, anew in variant.eager.words)
@@ -134,8 +135,7 @@ class TileSweep:
     def __init__(self, e: EagerStep, stage: Stage, x: Tensors) -> None:
         self.e, self.stage, self.x = e, stage, x
         self.live = e.variant.stored_by(stage)
-        self.owners = e.variant.owners_in(stage)
-        self.b = Blocks(x.p, e.variant.block_of(self.owners), x.place)
+        self.b = Blocks(x.p, e.variant.block_in(stage), x.place)
         self.mask = ALL if self.b.live is None else self.b.live
         self.words: dict[int, Tensor] = {}
 
@@ -222,8 +222,14 @@ class TileSweep:
                 if o not in e.record.whole or (n in e.fields and e.variant.spaces[n] == "elem")
             ]
             out += [(x[name], self._flat(name, y)) for name, y in zip(names, made, strict=False)]
+            out += self._shown(o, made[0])
             roots |= {o: made[-1]} if o in rooted else {}
         return out
+
+    def _shown(self, owner: str, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return where the views of a new weight are kept, and what is written there."""
+        e = self.e
+        return [(self.x[k], y) for k, y in views_of(e.variant, e.views, weight, self.b)] if owner == "p" else []
 
     def _words(self, value: Any, step_key: int) -> dict[int, Tensor]:
         """Return the word of random bits that a value is rounded with, if it is, by its number."""
@@ -248,6 +254,19 @@ class TileSweep:
         return self.b.flat(y) if f is None or f.per == 1 else y.expand(self.b.rows, self.b.blocks)
 
 
+def views_of(
+    variant: Variant, codecs: Mapping[str, Any], weight: Tensor, b: Blocks
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Yield the name and the contents of each tensor of the views of a weight (rows, blocks, size)."""
+    for view in variant.views:
+        codes, scales = view.fields
+        live = None if b.live is None else b.live.expand(weight.shape).reshape(b.rows, -1, view.size)
+        blocks = weight.to(torch.float32).reshape(b.rows, -1, view.size)
+        code, scale = codecs[view.name].nearest(blocks, live, live is not None)
+        yield codes.name, b.flat(code.reshape(weight.shape))
+        yield scales.name, scale.view(scales.torch_dtype)
+
+
 ALL = torch.ones((), dtype=torch.bool)
 """The mask of blocks that are all full."""
 
@@ -270,13 +289,14 @@ class ValueConversion(EagerStep):
         self.module = codecs
         self.owners = ["p", *dict.fromkeys(f.owner for f in variant.fields if f.wide and f.owner != "p")]
         super().__init__(self._of("decode", self.owners, [f"{o}_value" for o in self.owners]), _TILES, codecs)
+        self.views = {view.name: getattr(codecs, view.name) for view in variant.views}
 
     def _of(self, kernel: str, reads: Sequence[str], stores: Sequence[str]) -> Variant:
         """Return the variant with a rule of one sweep, and what its states need that are kept as a whole."""
         temps = tuple(Temp(f"{o}_value", "elem", wide=True) for o in self.owners)
         stage = Stage(kernel, "elem", reads=tuple(reads), stores=tuple(stores), needs=tuple(reads))
         rule = Rule(({},), 0, lambda *_: (), stages=(stage,))
-        return divided(replace(self.bare, temps=temps, rule=rule))
+        return divided(replace(self.bare, temps=temps, rule=rule, views=()))
 
     def decode(self, p: Tensor, *fields: Tensor) -> dict[str, Tensor]:
         """Return the weight "p" and the states: fp32, of p's shape.  fields: those of element-wise states, in order."""
@@ -302,6 +322,11 @@ class ValueConversion(EagerStep):
         """Return the fields of a value in full blocks (rows, blocks, size)."""
         made: Sequence[Tensor] = self.codec(owner).nearest(x, ALL, False, *self.tables(owner, x.device))
         return made
+
+    def shown(self, p: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of the views of a weight, by name."""
+        b = Blocks(p, self.bare.block_of((), True))
+        return dict(views_of(self.bare, self.views, b.elements(p), b))
 
     def weight(self, parts: Sequence[Tensor]) -> Tensor:
         """Return fp32 weights, from what is stored of each."""

@@ -105,9 +105,11 @@ def human(size: int) -> str:
 def measure(p: torch.Tensor, name: str | int, plan: str, variant: Variant, kept: Mapping[str, Any]) -> ParameterMemory:
     """Return the bytes of p and its state, which need not exist yet, from shapes; an input that is freed has none."""
     states = {f.name: math.prod(layout.field_shape(f, p.shape)) * f.torch_dtype.itemsize for f in variant.fields}
+    states |= {f.name: math.prod(layout.field_shape(f, p.shape)) * f.torch_dtype.itemsize for f in variant.shown}
     states |= {x: 0 for x in states if type(fed := kept.get(fed_name(x))) is float and not fed}
     weight = p.numel() * p.element_size()
-    places = Counter({str(p.device): weight}) + Counter({str(state.home(p)): sum(states.values())})
+    here = weight + sum(states[f.name] for f in variant.shown)
+    places = Counter({str(p.device): here}) + Counter({str(state.home(p)): sum(states.values()) + weight - here})
     return ParameterMemory(
         name, tuple(p.shape), str(p.dtype).removeprefix("torch."), plan, variant.function, p.numel(), weight, states,
         dict(places),

@@ -95,6 +95,17 @@ def refuse_flattened(cls: Any, p: Tensor, name: Label) -> None:
         )
 
 
+def refuse_views(cls: Any, entry: Entry, sharded: bool, divided: bool) -> None:
+    """Raise ValueError for a parameter whose step cannot write its views."""
+    reasons = {"it lies over several ranks": sharded, "it is several matrices": divided}
+    reasons["it is stepped on the host (offload=True)"] = bool(entry.group.get("offload"))
+    if found := next((reason for reason, holds in reasons.items() if holds), ""):
+        raise ValueError(
+            f"{cls.__name__}: the step cannot write the views of {state.label(entry.p, entry.name)}: {found}; keep it "
+            f"under a plan without views, by overrides={{name: plan}}"
+        )
+
+
 def refuse_vectors(cls: Any, entries: Iterable[Entry]) -> Entry | None:
     """Raise ValueError for a parameter without rows and columns if the rule needs them.
 

@@ -87,6 +87,8 @@ class Signature(NamedTuple):
         params, states = bucket.params, bucket.states
         columns = [[p.data_ptr() for p in params], [g.data_ptr() for g in bucket.grads]]
         columns += [[s[name].data_ptr() for s in states] for name in bucket.variant.names]
+        shown, count = [x.data_ptr() for x in bucket.shown()], len(params)
+        columns += [shown[k : k + count] for k in range(0, len(shown), count)]
         shapes = [p.shape for p in params]
         matrix = bucket.variant.matrix
         if matrix != "last":

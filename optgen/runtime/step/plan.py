@@ -147,7 +147,8 @@ class PlannedBucket:
         self.single = [i for i, g in enumerate(grads) if g.numel() == 1]
         self.names = list(bucket.variant.names)
         self.firsts = [bucket.line_of.index(k) for k in range(len(bucket.lines))]
-        self.seen = look(self.names, bucket.states, bucket.params + grads)
+        self.shown: Callable[[], list[Tensor]] = bucket.shown if bucket.variant.views else list
+        self.seen = look(self.names, bucket.states, bucket.params + self.shown() + grads)
         self.grads: list[int] = []
 
     def is_due(self, owner: Owner) -> bool:
@@ -173,7 +174,7 @@ class PlannedBucket:
         bucket.grads, bucket.states = grads, entries
         if self.sharded and not self._takes_parts():
             return False
-        now = look(self.names, bucket.states, bucket.params + bucket.grads, old)
+        now = look(self.names, bucket.states, bucket.params + self.shown() + bucket.grads, old)
         own = len(now.addresses) - len(grads)
         if now.layouts != old.layouts or now.addresses[:own] != old.addresses[:own]:
             return False

@@ -127,6 +127,8 @@ class _Sorter:
         if self.deciding and kept and kept.keys() != choice.variant.keys and kept.get("step"):
             self._refuse_changed(choice, kept, state.label(p, name))
         shard, cut, size = self._shard(entry, choice, kept)
+        if choice.variant.views:
+            admit.refuse_views(self.cls, entry, shard is not None, bool(choice.rows))
         count = self._count(choice, kept, p, name)
         if self.inputs:
             inputs.check_fed(self.cls, choice.variant, count.host, state.label(p, name))

@@ -16,7 +16,7 @@ from torch import Tensor
 from optgen.runtime.layout import layout, sharded_states, sharding, workspace
 from optgen.runtime.records import Variant, keys
 from optgen.runtime.records.join import Pair
-from optgen.runtime.states import state
+from optgen.runtime.states import state, views
 from optgen.runtime.work.counting import DeviceStep, Lines, capturing
 
 Backend = Literal["reference", "triton", "cpp"]
@@ -168,6 +168,24 @@ class Bucket:
                 g = g.to(self.grad_dtype)
             self.grads[i] = g if g.is_contiguous() and not g.is_neg() else g.resolve_neg().contiguous()
 
+    def views(self, i: int) -> dict[str, Tensor]:
+        """Return the tensors of a parameter's views, by name."""
+        return views.room(self.owner(i), self.variant) if self.variant.views else {}
+
+    def shown(self) -> list[Tensor]:
+        """Return the tensors of views: those of all parameters for each of the variant's."""
+        found = [self.views(i) for i in range(len(self.params))] if self.variant.views else []
+        return [x[f.name] for f in self.variant.shown for x in found]
+
+    def owner(self, i: int) -> Tensor:
+        """Return the user's tensor of a parameter, of which the step may write a contiguous copy."""
+        return next((user for user, copy in self.written if copy is self.params[i]), self.params[i])
+
+    def stamp(self) -> None:
+        """Note that the views, which kernels have written, are those of the weights that the step has left."""
+        torch.autograd.graph.increment_version(self.shown())
+        views.stamp([self.owner(i) for i in range(len(self.params))])
+
     def check(self) -> None:
         for p, s, name, shard in zip(self.params, self.states, self.names, self.shards, strict=True):
             state.check(self.variant, p, s, name, None if shard is None or shard.whole else shard.parts)
@@ -197,12 +215,11 @@ class Bucket:
         """Copy back what was copied, count the step, and keep the host states: `StepScalars.after`."""
         for user, copy in self.written:
             user.copy_(copy)
+        if self.variant.views:
+            self.stamp()
         if self.sent and capturing():
             return  # the host counts the step when it is replayed
-        if isinstance(after, DeviceStep):
-            kept: Sequence[Sequence[Any]] = [(x, *y) for x, y in zip(self.lines.steps, self.lines.hosts, strict=True)]
-        else:
-            kept = after
+        kept = self._device_counts() if isinstance(after, DeviceStep) else after
         sharded = [shard.p for shard in self.shards if shard is not None]
         for name, values in zip(("step", *self.variant.host_names), zip(*kept, strict=True), strict=True):
             for states in (self.states, self.owned) if self.wholes or sharded else (self.states,):
@@ -211,6 +228,10 @@ class Bucket:
             torch.autograd.graph.increment_version(sharded)
         if isinstance(after, DeviceStep):
             after.finish()
+
+    def _device_counts(self) -> Sequence[Sequence[Any]]:
+        """Return the count of steps and the host states of each line that a device counts."""
+        return [(x, *y) for x, y in zip(self.lines.steps, self.lines.hosts, strict=True)]
 
     def kept(self, i: int) -> Tensor:
         """Return the tensor that a parameter's states belong to: it, or its part on this rank."""

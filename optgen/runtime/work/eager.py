@@ -42,8 +42,8 @@ def _tensors(bucket: Bucket, i: int, room: Workspace) -> Tensors:
     """Return a parameter with its gradient, states and temps, seen as matrices."""
     variant, p = bucket.variant, bucket.params[i]
     shape = layout.matrix_shape(variant.matrix, p.shape)
-    wide = {f.name for f in variant.fields if f.per == 1 and f.space == "elem"}
-    fields = {name: bucket.states[i][name] for name in variant.names}
+    wide = {f.name for f in variant.stored.values() if f.per == 1 and f.space == "elem"}
+    fields = {name: bucket.states[i][name] for name in variant.names} | bucket.views(i)
     x = Tensors(
         p.view(shape),
         bucket.grads[i].view(shape),

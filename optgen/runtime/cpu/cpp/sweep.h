@@ -110,6 +110,45 @@ template <class Layout> struct TileOf<Layout, typename Layout::staged> {
     static constexpr int size(int) { return Layout::BLOCK == 1 ? 1024 : VECTOR * Layout::BLOCK; }
 };
 
+// A view of the weight: its codec C, which stores blocks of SIZE elements, and its first column.  It is made of the
+// weight as the tile has stored it, of the kind Weight, while that is in the cache.
+template <class C, int SIZE, int AT, class Weight> struct View {
+    struct Nothing {
+        using Of = View;
+    };
+    static constexpr bool SHORT = false;
+
+    template <int L, bool RAGGED, int BLOCK>
+    static void loop(C &kept, const typename Weight::stored *from, int blocks, const int *live) {
+        constexpr int parts = BLOCK / SIZE;
+        for (int b = 0; b < blocks; b++) {
+            const int end = b * SIZE + (RAGGED ? live[b / parts] - b % parts * SIZE : SIZE);
+            auto head = kept.head(Loop<L>(), b);
+            for (int k = 0; k < SIZE; k += W)
+                kept.template encode<RAGGED, 0>(Loop<L>(), head, b * SIZE + k, end, Weight::load(from + b * SIZE + k), Nothing());
+            kept.tail(Loop<L>(), head, b);
+        }
+    }
+    template <int BLOCK, bool RAGGED> static void make(char *const *at, int extent, const int *live) {
+        static_assert(C::LOOPS == 2, "what is found of a block, and its codes");
+        C kept(at[AT], at + AT + 1);
+        const auto *from = (const typename Weight::stored *)at[0];
+        const int blocks = extent * (BLOCK / SIZE);
+        loop<0, RAGGED, BLOCK>(kept, from, blocks, live);
+        for (int b = 0; b < blocks; b += W)
+            kept.blocks(Loop<1>(), b);
+        loop<1, RAGGED, BLOCK>(kept, from, blocks, live);
+        kept.template pack_codes<SIZE>(blocks, live);
+    }
+};
+template <class... V> struct Views {
+    template <int BLOCK, bool RAGGED> static void make(char *const *at, int extent, const int *live) {
+        (V::template make<BLOCK, RAGGED>(at, extent, live), ...);
+    }
+};
+template <class Layout, class = void> struct ViewsOf : Views<> {};
+template <class Layout> struct ViewsOf<Layout, typename Layout::shows> : Layout::views {};
+
 // Layout says the columns, their blocks and how noise is dealt; the weight P stands first, then the states V.
 template <class Layout, class Rule, class Grad, class P, class... V> struct Sweep : Layout {
     static constexpr int BLOCK = Layout::BLOCK, COUNT = sizeof...(V);
@@ -415,6 +454,7 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
             now.template loop<0>();
             now.template rest<1>();
             (static_cast<V &>(all).template pack_codes<BLOCK>(extent, live), ...);
+            ViewsOf<Layout>::template make<BLOCK, RAGGED>(at, extent, live);
         }
     }
 };

@@ -1,0 +1,122 @@
+"""Views of weights as users get them, and linear layers that compute with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optgen.runtime.checkpoint import checkpoint
+from optgen.runtime.layout import sharding
+from optgen.runtime.options.entries import Entry
+from optgen.runtime.records import Variant
+from optgen.runtime.states import state, views
+from optgen.runtime.states.views import ViewTensors
+
+
+def of(one: Any, entry: Entry) -> dict[str, ViewTensors]:
+    """Return the views of a parameter by name; they are made where none is fresh.  ValueError where it has none."""
+    p, label, owner = entry.p, state.label(entry.p, entry.name), type(one).__name__
+    _, plan, variant = checkpoint.select(type(one), entry.group, p, entry.name)
+    problem = _problem(p, variant)
+    if problem:
+        raise ValueError(f"{owner}: {label} has no view: {problem}")
+    found = views.kept(p)
+    if not all(views.fits(x := found.get(v.name), v, p) and views.is_fresh(x, p) for v in variant.views):
+        views.make(plan, variant, p)
+    return {view.name: views.shown(p, view.name) for view in variant.views}
+
+
+def _problem(p: Tensor, variant: Variant) -> str:
+    """Return why a parameter has no views, and what to do; "" where it has some."""
+    if not variant.views:
+        return 'its plan makes none; use one such as my_plan = int8_split24.but(views=("mxfp8_rows",))'
+    if not p.requires_grad:
+        return "it is frozen, so no step writes one; quantize it once, by torchao's MXTensor.to_mx"
+    if sharding.is_sharded(p):
+        return "it lies over several ranks; store it under a plan without views"
+    size = max(view.size for view in variant.views)
+    if p.ndim < 2 or p.shape[-1] % size:
+        return f"of its shape {list(p.shape)} the rows are no multiple of {size} long; pad the layer"
+    return ""
+
+
+class _Shown(torch.autograd.Function):
+    """The weight as its view has it; the gradient is the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, view: ViewTensors) -> Tensor:
+        return view.dequantize(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class ViewedLinear(nn.Linear):
+    """A linear layer that computes with a view of its weight, whose gradient it leaves to the weight.
+
+    shown  the name of the view, and that of the weight in the model
+    """
+
+    shown: tuple[str, str]
+
+    def forward(self, input: Tensor) -> Tensor:
+        name, label = self.shown
+        if not views.is_fresh(views.kept(self.weight).get(name), self.weight):
+            raise RuntimeError(
+                f"{label} was written to since the view {name} was made of it: after a change of weights between steps "
+                f"(a loaded state dict, an edit in place, a new parameter) call use_views(model) again"
+            )
+        weight: Tensor = _Shown.apply(self.weight, views.shown(self.weight, name))  # type: ignore[no-untyped-call]
+        return nn.functional.linear(input, weight, self.bias)
+
+
+class ViewHandle:
+    """The linear layers that compute with views, until `remove()`; also a context manager."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+
+    def remove(self) -> None:
+        """Let the layers compute with their weights again."""
+        for layer in self.layers:
+            layer.__class__ = nn.Linear
+        self.layers = []
+
+    def __enter__(self) -> ViewHandle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+def use(opt: Any, model: nn.Module, view: str) -> ViewHandle:
+    """Let the linear layers of a model compute with a view of their weights, if the optimizer makes one."""
+    owner, layers = type(opt).__name__, list[Any]()
+    for label, layer, one, entry in _linear(opt, model):
+        found = of(one, entry)
+        if view not in found:
+            raise ValueError(f"{owner}: {label} has no view {view!r}; its plan makes {', '.join(found)}")
+        layer.__class__ = ViewedLinear
+        layer.shown = view, label
+        layers.append(layer)
+    if not layers:
+        raise ValueError(
+            f"{owner}.use_views: no nn.Linear of this model has a weight of which this optimizer makes a view; its "
+            f'plan has to say views=("{view}",), and the model must be the one whose parameters it was given'
+        )
+    return ViewHandle(layers)
+
+
+def _linear(opt: Any, model: nn.Module) -> Iterator[tuple[str, Any, Any, Entry]]:
+    """Yield the name of the weight, the layer, the optimizer and the entry of each linear layer with views."""
+    known = {id(entry.p): (one, entry) for one, entry, _ in opt._matched()}
+    for name, layer in model.named_modules():
+        if type(layer) not in (nn.Linear, ViewedLinear) or id(layer.weight) not in known:
+            continue
+        one, entry = known[id(layer.weight)]
+        if checkpoint.select(type(one), entry.group, entry.p, entry.name)[2].views:
+            yield f"{name}.weight".removeprefix("."), layer, one, entry

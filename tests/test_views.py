@@ -1,0 +1,360 @@
+"""Views: each is what torchao's quantizer makes of the weight, all backends write it alike, and none is ever stale."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optgen
+from optgen.base.errors import UserError
+from optgen.formats import Blocked, LogMinMax, Plan
+from optgen.formats.views import VIEWS
+from optgen.integrations.torchao import mx_tensor
+from optgen.runtime.cpu import native
+from specs import plans
+from tests.training import give, through_file, train
+
+mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+
+VIEWED = plans.int8_split24.but("With a view of the weight.", views=("mxfp8_rows",), name="viewed")
+PLAIN = plans.fp32.but("With a view of the weight.", views=("mxfp8_rows",), name="plain")
+ROUNDED = plans.bf16_sr.but("With a view of the weight.", views=("mxfp8_rows",), name="rounded")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return torchao's codes and scales of a matrix, as bytes."""
+    scales, codes = mx.to_mx(x.detach().contiguous(), torch.float8_e4m3fn, 32, mx.ScaleCalculationMode.RCEIL)
+    return codes.view(torch.uint8), scales.view(torch.uint8).view(x.shape[0], -1)
+
+
+def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the format's codes and scales of a matrix."""
+    made = VIEWS["mxfp8_rows"].encode(x.to(FP32).view(-1, 32))
+    return torch.as_tensor(made[""]).view(x.shape), torch.as_tensor(made["scale"]).view(x.shape[0], -1)
+
+
+def exact_scales(x: Tensor) -> Tensor:
+    """Return the exponents of the smallest powers of two under which no number of a block is beyond 448, in fp64."""
+    top = x.double().view(x.shape[0], -1, 32).abs().amax(-1)
+    fraction, exponent = torch.frexp(top / 448)
+    found = (exponent - (fraction == 0.5).int() + 127).clamp(0, 254)
+    found = torch.where(top == 0, 0, torch.where(top.isinf(), 254, found))
+    return torch.where(top.isnan(), 255, found).to(torch.uint8)
+
+
+def same(x: Tensor, ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> Tensor:
+    """Return in which blocks of x two encodings are equal; the sign of a NaN, which none defines, left out."""
+    nan = (ours[0] & 0x7F == 0x7F) & (theirs[0] & 0x7F == 0x7F)
+    codes = ((ours[0] == theirs[0]) | nan).view(x.shape[0], -1, 32).all(-1)
+    return codes & (ours[1] == theirs[1])
+
+
+def drawn(dtype: torch.dtype, rows: int, seed: int) -> Tensor:
+    """Draw rows of 1024: any patterns, numbers of all sizes, and single odd ones among them."""
+    draw = torch.Generator().manual_seed(seed)
+    integers = torch.int16 if dtype is BF16 else torch.int32
+    some = torch.iinfo(integers)
+    patterns = torch.randint(some.min, some.max + 1, (rows, 1024), generator=draw).to(integers).view(dtype)
+    sizes = torch.exp2(40 * torch.randn(rows, 32, 1, generator=draw)).expand(-1, -1, 32).reshape(rows, 1024)
+    x = (torch.randn(rows, 1024, generator=draw) * sizes).to(dtype)
+    x = torch.where(torch.rand(rows, 1024, generator=draw) < 1e-3, patterns, x)
+    x[rows // 2 :] = torch.where(patterns.isnan(), 0, patterns)[rows // 2 :]
+    x[:, :32] = 0
+    x[0, 32:64], x[1, 33], x[2, 40], x[3, 50] = -0.0, torch.inf, -torch.inf, torch.nan
+    return x
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("rows", [100, pytest.param(10_000, marks=pytest.mark.full)])
+def test_a_view_is_what_torchao_makes_of_the_weight(dtype: torch.dtype, rows: int) -> None:
+    """torchao rounds the quotient of fp32 by 448, and its logarithm: up to 4 places above 448 * 2^k it takes less."""
+    x = drawn(dtype, rows, rows)
+    ours, theirs = encoded(x), quantized(x)
+    alike = same(x, ours, theirs)
+    top = x.float().view(rows, -1, 32).abs().amax(-1)
+    places = top.view(torch.int32) - ((top.view(torch.int32) >> 23 << 23) + 0x600000)
+    assert dtype is FP32 or alike.all()
+    assert (alike | ((places > 0) & (places <= 4))).all()
+    assert torch.equal(ours[1], exact_scales(x))
+
+
+def test_scales_are_exact_at_every_corner() -> None:
+    """Largest numbers next to 448 * 2^k and to powers of two, for every exponent and both signs."""
+    exponents = torch.arange(256, dtype=torch.int32)[:, None]
+    near = torch.tensor([m + d for m in (0, 0x400000, 0x600000, 0x7FFFFF) for d in range(-3, 4)], dtype=torch.int32)
+    top = ((exponents << 23) + near).clamp(0, 0x7F800000).view(FP32).reshape(-1, 1)
+    x = torch.cat([top, -top / 3, top / 1000, -top, torch.zeros(len(top), 28)], 1)
+    ours = encoded(x)
+    assert torch.equal(ours[1], exact_scales(x))
+    odd = ~same(x, ours, quantized(x)).view(-1)
+    assert torch.equal(odd & ((near - 0x600000 < 1) | (near - 0x600000 > 3)).repeat(256), torch.zeros_like(odd))
+
+
+def test_every_code_reads_as_its_number() -> None:
+    """All 256 codes under all scales against torch's own dtypes, and the bound of storing a number."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None]
+    view = VIEWS["mxfp8_rows"]
+    read = torch.as_tensor(view.decode({"": codes.view(256, 8, 32), "scale": scales[:, :, None]})).view(256, 256)
+    want = codes.view(torch.float8_e4m3fn).float() * scales.view(torch.float8_e8m0fnu).float()
+    finite = want.isfinite()
+    assert torch.equal(read[finite], want[finite])
+    assert read[want.isnan() & (scales == 255)].isnan().all()
+    x = drawn(FP32, 100, 1).view(-1, 32)
+    bound = view.bound()
+    assert bound is not None
+    x = x[(x.abs() <= bound.high).all(-1)]
+    made = encoded(x)
+    kept = torch.as_tensor(view.decode({"": made[0], "scale": made[1]}))
+    top = x.abs().amax(-1, keepdim=True).double().clamp(min=bound.low) * (1 + bound.excess)
+    share = ((kept.double() - x.double()).abs() / (top * bound.value)).max()
+    assert 0.5 < share <= 1
+
+
+SHAPES = [(96, 128), (64, 96), (130, 64), (8, 32), (3, 96, 64), (40, 80), (4160,), (7,), (2, 0)]
+FEW = [(70, 128), (9, 96), (40, 80)]
+BACKENDS = ["reference", "triton", *(["cpp"] if native.compiler() else [])]
+CASES = [
+    ("adamw", VIEWED, SHAPES), ("muon", VIEWED, SHAPES[:4]), ("lamb", ROUNDED, SHAPES), ("sgd", PLAIN, SHAPES),
+    pytest.param("came", VIEWED, FEW, marks=pytest.mark.full),
+    pytest.param("adamw", PLAIN, SHAPES, marks=pytest.mark.full),
+]  # fmt: skip
+
+
+def weights(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
+    draw = torch.Generator().manual_seed(3)
+    made = [torch.randn(shape, generator=draw) for shape in shapes]
+    return [nn.Parameter((x * torch.exp(3 * torch.randn(x.shape, generator=draw))).to(dtype)) for x in made]
+
+
+def stepped(cls: Any, backend: str, dtype: torch.dtype, shapes: list[tuple[int, ...]], **options: Any) -> Any:
+    opt = cls(weights(shapes, dtype), lr=1e-2, backend=backend, **options)
+    train(opt, range(2))
+    return opt
+
+
+def stored(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes and the scales of a parameter's view, as rows of bytes."""
+    view = p.__dict__["_optgen_views"]["mxfp8_rows"]
+    rows = p.shape[0] if p.ndim > 1 else 1
+    return view["codes"].reshape(rows, -1), view["scales"].view(torch.uint8).view(rows, -1)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(("rule", "plan", "shapes"), CASES, ids=str)
+def test_all_backends_write_the_view_of_the_weight_that_they_store(
+    rule: str, plan: Plan, shapes: list[tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    """Fast maths: the weights of backends may differ, but each view is that of its weight; rows of any length."""
+    cls = optgen.compile(rule, plan)
+    for side in BACKENDS:
+        few = shapes if side != "triton" else [s for s in shapes if s[0] < 100]
+        for p in stepped(cls, side, dtype, few).param_groups[0]["params"]:
+            if not p.numel():
+                continue
+            codes, scales = stored(p)
+            rows, columns = codes.shape
+            blocks = -(-columns // 32)
+            x = nn.functional.pad(p.detach().reshape(rows, columns), (0, 32 * blocks - columns))
+            made = quantized(x)
+            assert torch.equal(codes, made[0][:, :columns]), (side, p.shape)
+            assert torch.equal(scales[:, :blocks], made[1]), (side, p.shape)
+            assert not scales[:, blocks:].any()
+
+
+@pytest.mark.parametrize("name", ["int8_split24", "fp32", "bf16_sr"])
+def test_a_view_changes_no_bit_of_the_step(name: str) -> None:
+    base = getattr(plans, name)
+    plan = base.but("With a view.", views=("mxfp8_rows",), name="viewed")
+    shapes = [(96, 128), (64, 64), (70, 256)]
+    one, other = (stepped(optgen.compile("adamw", x), "reference", BF16, shapes) for x in (base, plan))
+    pairs = zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert one.state_dict()["state"][0].keys() == other.state_dict()["state"][0].keys()
+
+
+# -- as users have them
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 128), nn.LayerNorm(128), nn.Linear(128, 32)
+    return nn.Sequential(*layers).to(BF16)
+
+
+def trained(m: nn.Module, opt: Any, steps: int) -> float:
+    draw, loss = torch.Generator().manual_seed(1), torch.zeros(())
+    x, y = torch.randn(16, 64, generator=draw).to(BF16), torch.randn(16, 32, generator=draw).to(BF16)
+    for _ in range(steps):
+        loss = nn.functional.mse_loss(m(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    return loss.item()
+
+
+def test_linear_layers_compute_with_views_and_learn() -> None:
+    m = model()
+    opt = optgen.compile("adamw", VIEWED)(m.named_parameters(), lr=1e-2)
+    x = torch.randn(5, 64, dtype=BF16)
+    with opt.use_views(m) as handle:
+        first = trained(m, opt, 1)
+        assert trained(m, opt, 20) < 0.1 * first
+        p = m[0].weight
+        view = opt.views(p)["mxfp8_rows"]
+        assert torch.equal(m[0](x), nn.functional.linear(x, view.dequantize(BF16), m[0].bias))
+        assert torch.equal(view.dequantize(), mx_tensor(view).dequantize(FP32))
+        assert not torch.equal(view.dequantize(BF16), p)
+        m[0](x).sum().backward()
+        given, shown = p.grad, nn.Parameter(view.dequantize(BF16))
+        nn.functional.linear(x, shown).sum().backward()
+        assert torch.equal(given, shown.grad)
+        assert len(handle.layers) == 3
+    assert all(type(layer) in (nn.Linear, nn.GELU, nn.LayerNorm) for layer in m)
+
+
+def test_a_stale_view_is_an_error_until_it_is_made_again() -> None:
+    m = model()
+    opt = optgen.compile("adamw", VIEWED)(m.named_parameters(), lr=1e-2)
+    opt.use_views(m)
+    trained(m, opt, 2)
+    kept, x = {k: v.clone() for k, v in m.state_dict().items()}, torch.randn(2, 64, dtype=BF16)
+
+    def replace() -> None:
+        m[2].weight = nn.Parameter(m[2].weight.detach().clone())
+
+    def move() -> None:
+        m[2].weight.data = m[2].weight.detach().clone()
+
+    def edit() -> None:
+        with torch.no_grad():
+            m[2].weight[3] *= 2
+
+    for change in (lambda: m.load_state_dict(kept), edit, move, replace):
+        change()
+        with pytest.raises(RuntimeError, match=r"\.weight was written to since the view mxfp8_rows .* use_views"):
+            m(x)
+        if change is not replace:  # of a parameter that the optimizer does not have
+            opt.use_views(m)
+            m(x)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[::2])
+def test_checkpoints_hold_the_weight_once(backend: str) -> None:
+    """Bytes are those without views, and a run goes on with the bits that it would have had."""
+    cls = optgen.compile("adamw", VIEWED)
+    runs = []
+    for again in (False, True):
+        m = model()
+        opt = cls(m.named_parameters(), lr=1e-2, backend=backend)
+        opt.use_views(m)
+        trained(m, opt, 3)
+        if again:
+            saved = io.BytesIO()
+            torch.save([m.state_dict(), opt.state_dict()], saved)
+            assert not any("mxfp8" in key for entry in opt.state_dict()["state"].values() for key in entry)
+            saved.seek(0)
+            m = model()
+            opt = cls(m.named_parameters(), lr=1e-2, backend=backend)
+            weights, states = torch.load(saved)
+            m.load_state_dict(weights)
+            opt.load_state_dict(states)
+            opt.use_views(m)
+        trained(m, opt, 2)
+        runs.append([*m.state_dict().values(), *stored(m[0].weight)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_released_gradients_and_copies_write_views() -> None:
+    """One step at a time within backward; parameters that are not contiguous are stepped as copies."""
+    cls = optgen.compile("adamw", VIEWED)
+    m = model()
+    opt = cls(m.named_parameters(), lr=1e-2)
+    opt.use_views(m)
+    opt.release_gradients(m)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        m(torch.randn(4, 64, generator=draw).to(BF16)).sum().backward()
+        opt.step()
+    assert torch.equal(stored(m[4].weight)[0], quantized(m[4].weight)[0])
+    p = nn.Parameter(torch.randn(64, 96).t())
+    opt = cls([p], lr=1e-2)
+    train(opt, range(2))
+    assert torch.equal(stored(p)[0], quantized(p)[0])
+    assert opt.views(p)["mxfp8_rows"].codes.shape == p.shape
+
+
+def test_a_copied_or_pickled_model_has_views_to_make_again() -> None:
+    """The file is read with weights_only, too."""
+    m = model()
+    opt = optgen.compile("adamw", VIEWED)(m.named_parameters(), lr=1e-2)
+    opt.use_views(m)
+    x = torch.randn(2, 64, dtype=BF16)
+    read = through_file(list(m.parameters()))
+    assert torch.equal(read[0], m[0].weight)
+    for other in (copy.deepcopy(m), through_file(m, weights_only=False)):
+        with pytest.raises(RuntimeError, match="was written to since"):
+            other(x)
+        again = optgen.compile("adamw", VIEWED)(other.named_parameters(), lr=1e-2)
+        again.use_views(other)
+        assert torch.equal(other(x), m(x))
+
+
+def test_what_a_view_takes() -> None:
+    p = nn.Parameter(torch.randn(128, 256).to(BF16))
+    opt = optgen.compile("adamw", VIEWED)([p])
+    found = opt.memory().states
+    assert (found["mxfp8_rows_codes"], found["mxfp8_rows_scale"]) == (p.numel(), p.numel() // 32)
+    assert opt.memory().per_element == 2 + 1 + 2 * (1 + 2 / 64) + 1 + 1 / 32
+    give([p], 0)
+    opt.step()
+    assert sum(x.nbytes for x in stored(p)) == p.numel() * 33 // 32
+
+
+def test_what_has_no_view_is_said() -> None:
+    cls = optgen.compile("adamw", VIEWED)
+    odd, frozen = nn.Linear(80, 8), nn.Linear(64, 8)
+    opt = cls([*odd.named_parameters(), ("frozen", frozen.weight)])
+    with pytest.raises(ValueError, match=r"'weight'.*\[8, 80\] the rows are no multiple of 32 long; pad the layer"):
+        opt.use_views(odd)
+    with pytest.raises(ValueError, match=r"\[8\] the rows are no multiple"):
+        opt.views(odd.bias)
+    frozen.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="frozen, so no step writes one"):
+        opt.use_views(frozen)
+    with pytest.raises(ValueError, match="none of its parameters"):
+        opt.views(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"no nn.Linear of this model"):
+        opt.use_views(nn.Sequential(nn.Embedding(4, 64)))
+    plain = nn.Linear(64, 8)
+    with pytest.raises(ValueError, match="its plan makes none"):
+        optgen.compile("adamw", plans.int8_split24)(plain.parameters()).views(plain.weight)
+    with pytest.raises(ValueError, match=r"no nn.Linear of this model"):
+        optgen.compile("adamw", plans.int8_split24)(plain.parameters()).use_views(plain)
+    fine = nn.Linear(64, 8)
+    with pytest.raises(ValueError, match="has no view 'nvfp4'; its plan makes mxfp8_rows"):
+        cls(fine.parameters()).use_views(fine, "nvfp4")
+    away = cls(fine.parameters(), offload=True)
+    give(fine.parameters(), 0)
+    with pytest.raises(ValueError, match=r"cannot write the views of .*stepped on the host"):
+        away.step()
+
+
+@pytest.mark.parametrize("views", ["mxfp8_rows", ("mx",), ("mxfp8_rows", "mxfp8_rows"), 3, (3,)], ids=str)
+def test_a_plan_names_views_that_there_are(views: Any) -> None:
+    with pytest.raises(UserError, match="`views` of a plan is a tuple of names, each once: mxfp8_rows"):
+        Plan("Wrong.", views=views, name="wrong")
+
+
+@pytest.mark.parametrize("block", [16, 256])
+def test_blocks_of_states_hold_whole_blocks_of_views(block: int) -> None:
+    states: dict[str, Any] = {"signed": Blocked(8, block), "nonneg": LogMinMax(8, block), "small_numel": 0}
+    wrong = Plan("Wrong.", views=("mxfp8_rows",), name="wrong", **states)
+    with pytest.raises(UserError, match=rf"beside states in blocks of {block} .*use blocks of 32 or 64 or 128"):
+        optgen.compile("adamw", wrong)
