@@ -76,7 +76,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, peak_lr)
 
 
 # The states, and the kernels.
-STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
+STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True, cancels=True))
 STATES_2 = (
     StateRecord("exp_avg", normalized_by="exp_avg_sq"),
     StateRecord("exp_avg_sq", nonneg=True),

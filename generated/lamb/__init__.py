@@ -78,7 +78,7 @@ def kernel_scalars_2(step, grad_scale, *, lr, betas, eps, weight_decay, min_norm
 
 
 # The states, and the kernels.
-STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
+STATES = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True, cancels=True))
 LAMB_1 = Stage("lamb_1", "elem", scalars=tuple(range(7)), reads=("p", "g", "exp_avg", "exp_avg_sq"),
     stores=("exp_avg", "exp_avg_sq"), sums=(("square", ("tensor_sum_for_weight_norm",)), ("square",
     ("tensor_sum_for_update_norm",))), needs=("g", "exp_avg_sq"))

@@ -124,7 +124,10 @@ def kernel_scalars_3(
 
 # The states, and the kernels.
 STATES = (StateRecord("momentum_buffer", normalized_by="exp_avg_sq"),)
-STATES_2 = (StateRecord("momentum_buffer", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
+STATES_2 = (
+    StateRecord("momentum_buffer", normalized_by="exp_avg_sq"),
+    StateRecord("exp_avg_sq", nonneg=True, cancels=True),
+)
 MUON_1 = Stage("muon_1", "tensor", scalars=(0, 1), stores=("lr_times_scale",), extents=("rows", "columns"))
 MUON_2 = Stage("muon_2", "elem", scalars=(2, 3), reads=("g", "momentum_buffer"),
     stores=("momentum_buffer", "direction"))

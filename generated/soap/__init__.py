@@ -272,7 +272,7 @@ STATES_3 = (
     StateRecord("right", space="nn", trait="symmetric"),
     StateRecord("basis_right", space="nn", init="identity", trait="orthogonal"),
 )
-STATES_4 = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True))
+STATES_4 = (StateRecord("exp_avg", normalized_by="exp_avg_sq"), StateRecord("exp_avg_sq", nonneg=True, cancels=True))
 SOAP_1 = Stage("soap_1", "elem", scalars=(0,), reads=("g",), stores=("g_whole",))
 SOAP_MATRICES = Stage("soap_matrices", "whole", reads=("basis_left", "basis_right", "g_whole"), stores=("turned_2",))
 SOAP_3 = Stage("soap_3", "elem", scalars=(1, 2, 3, 4, 5), reads=("exp_avg", "exp_avg_sq", "turned_2"),

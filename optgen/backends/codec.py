@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from optgen.ir.program import Schedule, Step
 
-X, ROOT = "x", "root"
-"""Buffers of codec programs that are no fields: the fp32 value, and the root that is read back of it."""
+X, ROOT, UNROUNDED = "x", "root", "unrounded"
+"""Buffers of codec programs that are no fields: the fp32 value, the root that is read back of it, and its own root."""
 
 
 @dataclass(frozen=True)

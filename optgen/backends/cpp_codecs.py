@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from optgen.backends import cpp
-from optgen.backends.codec import ROOT, CodecText, X
+from optgen.backends.codec import ROOT, UNROUNDED, CodecText, X
 from optgen.backends.cpp import STORED, CppPrinter, Phases, assigned, stored, tables, type_of
 from optgen.backends.cpp_text import NAMES, reached
 from optgen.backends.printer import computed, with_comments
@@ -325,7 +325,7 @@ class _Loop:
             ends = " ".join(f"{name}_kept[b] = h.{name};" for name in names)
             out.append(f"void tail(Loop<{k}>, const Head_{k} &h, int b) {{ {ends} }}")
         kind = "Head" if simple else f"Head_{k}"
-        head = f"F encode(Loop<{k}>, {kind} &h, int i, int end, F x, const N &noise) {{"
+        head = f"auto encode(Loop<{k}>, {kind} &h, int i, int end, F x, const N &noise) {{"
         return [*out, f"template <bool RAGGED, int VALUE, class N> {head}", *self._encode(scalars), "}"]
 
     def _blocks(self, scalars: list[str]) -> list[str]:
@@ -343,7 +343,7 @@ class _Loop:
         return [f"    {x}" for x in with_comments(lines, comment_mark="//")]
 
     def _encode(self, scalars: list[str]) -> list[str]:
-        """Return the lines of the work on elements; it returns the root, or x where another loop has that."""
+        """Return the lines of the work on elements; it returns the roots, or x where another loop has them."""
         plan, phase = self.plan, self.phase
         printer = CppPrinter(plan)
         printer.names |= {n.uid: f"h.{plan.name[n.uid]}" for n in self.together}
@@ -352,13 +352,10 @@ class _Loop:
         for n in phase.reductions:
             name, better = plan.name[n.uid], "larger" if n.op == "block_max" else "smaller"
             lines.append((f"h.{name} = {better}<RAGGED>(h.{name}, {printer.text(n.args[0])}, i, end);", ""))
-        root = "x"
-        for s in phase.stores:
-            if s.buffer == ROOT:
-                root = _f(printer, s.node)
-            else:
-                lines.append((stored(plan, s, printer, "i"), ""))
-        lines.append((f"return {root};", ""))
+        roots = {s.buffer: _f(printer, s.node) for s in phase.stores if s.buffer in (ROOT, UNROUNDED)}
+        lines += [(stored(plan, s, printer, "i"), "") for s in phase.stores if s.buffer not in roots]
+        both = f"Roots({roots[ROOT]}, {roots[UNROUNDED]})" if UNROUNDED in roots else roots.get(ROOT, "x")
+        lines.append((f"return {both};", ""))
         return [f"    {x}" for x in with_comments(lines, comment_mark="//")]
 
 

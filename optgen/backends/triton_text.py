@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from optgen.backends import triton
-from optgen.backends.codec import ROOT, CodecText, X
+from optgen.backends.codec import ROOT, UNROUNDED, CodecText, X
 from optgen.backends.printer import ATOM, Printer, Text, bound_lines, called, computed, with_comments, wrapped
 from optgen.backends.triton import TritonPrinter
 from optgen.ir.node import Node, postorder
@@ -260,7 +260,7 @@ def codec_functions(codec: CodecText, name: str) -> list[list[str]]:
     ):
         if step is not None:
             lines, results = _body(step)
-            made = [results[field][0] for field in (*codec.names, *([ROOT] if ROOT in results else []))]
+            made = [results[field][0] for field in (*codec.names, *(x for x in (ROOT, UNROUNDED) if x in results))]
             given += [*_fields(step, codec.given), *tables]
             head = _head(f"{name}_{tail}", ["x", "live", "MASKED: tl.constexpr", *given])
             short = len(text := f"    return {_tuple(made)}") <= 116

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optgen.base.loc import relative
 from optgen.driver import judge, record_text, steps, targets, triton_text
@@ -86,6 +87,11 @@ def explain(spec: Spec, plan: Plan, param: str = "bfloat16", flags: Mapping[str,
     case = case_of(spec, plan, param, flags or {})
     variant, step = _joined(spec, plan, case)
     decays = lint.recurrences(spec, case.flags)
+    for s in spec.present(case.flags):
+        if s.normalized_by in lint.cancelling(spec, tuple(case.flags.items())):  # bounds are of the quotient, then
+            first, second = decays[s.name], decays[s.normalized_by]
+            if first.decay and second.decay and case.storage.states[s.normalized_by].unrounded:
+                decays[s.name] = replace(first, decay=first.decay / math.sqrt(second.decay))
     rows = tuple(memory(spec, case.storage, decays))
     verdict = judge.look(spec, plan)
     plain = 4.0 * (1 + sum(rank(spec, s) / SIDE for s in spec.present(case.flags) if spaces.dims(s.space)))

@@ -30,6 +30,7 @@ from optgen.passes.convert import ARITHMETIC
 from optgen.runtime import records
 from optgen.runtime.records import WIDE, Field, Rule, Temp, Variant, View, Whole
 from optgen.runtime.records.join import FP32, FormatRecord, PlanRecord, RuleRecord, StateRecord, by_flags, with_steps
+from optgen.verify.lint import cancelling
 
 PLAN = "__init__.py"
 WIDTH = 120
@@ -171,6 +172,7 @@ def _shortened(settings: Sequence[Mapping[str, bool]]) -> tuple[Mapping[str, boo
 def _rule(spec: Spec, flags: Mapping[str, bool]) -> RuleRecord:
     step, program = rule_step(spec, flags), lower_rule(spec, flags)
     recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
+    cancels = cancelling(spec, tuple(flags.items()))
     states = [
         StateRecord(
             s.name,
@@ -178,6 +180,7 @@ def _rule(spec: Spec, flags: Mapping[str, bool]) -> RuleRecord:
             s.space.name,
             s.init,
             s.normalized_by or "",
+            s.name in cancels,
             rounds_to_nearest(recurrences[s.name]),
             s.rank,
             coded_trait(s, recurrences[s.name]),
@@ -401,6 +404,7 @@ def _format(plan: Plan, fmt: Format, maths: Maths) -> FormatRecord:
         fields=fields,
         noise=found.noise_bits,
         relative=found.relative,
+        unrounded=found.unrounded,
         positive=found.positive,
         matrix=found.matrix,
         nearest=plan_formats.codec_of(plan, fmt.rounded("nearest")) if fmt.rounding == "auto" else None,

@@ -26,7 +26,7 @@ class Blocked(InBlocks):
     signed      N = 2^(b-1) - 1, stored as code + 2^(b-1), 0 exactly; unsigned: N = 2^b - 1, and the codes are those
                 of the root of a nonnegative value, whose square has their range squared.  Code 0 reads as half a code,
                 so that no second moment becomes 0, within the same half cell; under the fp16 scale as 0 (FlashOptim)
-    relative    keeps x / root, root being that of the rule's second moment as kept
+    relative    keeps x / root, the root of the rule's second moment (`Format.encode`), and reads it times that as kept
     rounding    stochastic: E[code] = N * curve(x / scale); a value on the grid stays, 0 stays 0
 
     Nearest encoding is idempotent, codes and all, where the largest element gets the last code and so keeps the

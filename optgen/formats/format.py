@@ -117,6 +117,7 @@ class Format(ABC):
     plus_zero   whether a zero to be encoded must be +0: formats that order values by their bit patterns
     relative    whether values are stored relative to the root of the rule's second moment
     is_float    whether each element is a float of its own, on a grid that never moves
+    unrounded   whether `encode_root` gives the root before it is rounded, too
     """
 
     rounding: Rounding = "nearest"
@@ -124,6 +125,7 @@ class Format(ABC):
     plus_zero: bool = False
     relative: bool = False
     is_float: bool = False
+    unrounded: bool = False
 
     def __init_subclass__(cls) -> None:
         """Forget what a base states of its error where a subclass of a whole format encodes or decodes otherwise."""
@@ -198,8 +200,8 @@ class Format(ABC):
 
     @abstractmethod
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        """The fields' contents for x (f32, elem).  `root` is the decoded root of the second moment that a
-        relative format divides by; `noise` is given iff `noise_bits` > 0."""
+        """The fields' contents for x (f32, elem).  `root` is that of the second moment which a relative format divides
+        by, as it is read or before it is rounded (`encode_root`); `noise` is given iff `noise_bits` > 0."""
 
     @abstractmethod
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
@@ -209,8 +211,12 @@ class Format(ABC):
         """The square root of a kept nonnegative value; formats of a root override it to save the root."""
         return sqrt(self.decode(parts))
 
-    def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
-        """`encode`, and what `decode_root` makes of it; formats override it where that saves a step."""
+    def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], *tuple[Num, ...]]:
+        """`encode`, and what `decode_root` makes of it; formats override it where that saves a step.
+
+        Formats that err by a part of each root may add the root of x itself, above 0: what a state is divided by that
+        the rule reads in quotients alone (verify/lint.py).
+        """
         parts = self.encode(x, noise=noise)
         return parts, self.decode_root(parts)
 

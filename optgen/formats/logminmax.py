@@ -54,6 +54,7 @@ class LogMinMax(Coded):
     signed = False
     plus_zero = True
     positive = True
+    unrounded = True
     still = True  # cells move only where a block comes to span another number of units, a few times in a run at most
 
     unit = 22
@@ -108,14 +109,17 @@ class LogMinMax(Coded):
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
         return self._encode(x, noise)[0]
 
-    def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], Num]:
-        parts, cells, start, code = self._encode(x, noise)
+    def encode_root(self, x: Num, noise: Noise | None = None) -> tuple[dict[str, Num], *tuple[Num, ...]]:
+        parts, cells, start, code, lost = self._encode(x, noise)
         step = self.step(cells)
         value = from_bits(start + (step >> 1) + code * step)
-        return parts, value
+        # What is beside an Inf is read as 2^127 and more: a quotient by less would be read as an Inf.
+        least = where(lost, of_pattern(_BEYOND), of_pattern(self.lowest))
+        return parts, value, maximum(sqrt(x), least)
 
-    def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], Num, Num, Num]:
-        """Return the stored parts, the cells per unit, the pattern of the first unit and the code, all i32.
+    def _encode(self, x: Num, noise: Noise | None) -> tuple[dict[str, Num], Num, Num, Num, Num]:
+        """Return the stored parts; the cells per unit, the pattern of the first unit and the code, all i32; and where
+        blocks have an Inf.
 
         x >= +0 (see `plus_zero`): the pattern of -0 is the least of all integers, and wraps.
         """
@@ -150,7 +154,7 @@ class LogMinMax(Coded):
         code = lshr(position, 24)
         header = ((first - (self.lowest >> unit)) << 8) | cells
         start = where(lost, _BEYOND, start)  # as it is read
-        return narrow.cut(code, self.bits) | {"range": cast(header, i16)}, cells, start, code
+        return narrow.cut(code, self.bits) | {"range": cast(header, i16)}, cells, start, code, lost
 
     def _margin(self, top: Num, bottom: Num) -> Num:
         """Half a cell, as a pattern, of a block whose ends reach into the next units."""

@@ -40,8 +40,9 @@ class Drawn(Noise):
         return Value(ir.draw("middle", self.bits, width))
 
 
-CODE, X, ROOT = "code", "x", "root"
-"""Buffers of codec programs: the field without a suffix, the fp32 value, the root that is read back of it."""
+CODE, X, ROOT, UNROUNDED = "code", "x", "root", "unrounded"
+"""Buffers of codec programs: the field without a suffix, the fp32 value, the root that is read back of it, and that of
+the value itself."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class CodecPrograms:
     fields   suffix -> field, in storage order
     decode   fields -> X
     root     fields -> ROOT, for formats of nonnegative values
-    encode   X -> fields (and ROOT) with random bits; None for formats that round to nearest
-    nearest  X -> fields (and ROOT), rounded to nearest
+    encode   X -> fields (ROOT, UNROUNDED) with random bits; None for formats that round to nearest
+    nearest  X -> fields (ROOT, UNROUNDED), rounded to nearest
     """
 
     fields: Mapping[str, Field]
@@ -76,7 +77,7 @@ def _value(name: str) -> Buffer:
 
 
 def _program(name: str, fields: Mapping[str, Field], lets: list[Let], stores: Mapping[str, Num]) -> Program:
-    known = [_value(X), _value(ROOT), *(_buffer(k, f) for k, f in fields.items())]
+    known = [*map(_value, (X, ROOT, UNROUNDED)), *(_buffer(k, f) for k, f in fields.items())]
     nodes = {key: value.node for key, value in stores.items()}
     read = set(ir.loads(nodes.values()))
     buffers = tuple(b for b in known if b.name in read or b.name in nodes)
@@ -113,8 +114,8 @@ def lower_codec(fmt: Format) -> CodecPrograms:
     def encode(x: Value, noise: Noise | None) -> Mapping[str, Num]:
         if not rooted:
             return fmt.encode(x, noise=noise)
-        made, kept = fmt.encode_root(x, noise)
-        return {**made, ROOT: kept}
+        made, *roots = fmt.encode_root(x, noise)
+        return made | dict(zip((ROOT, UNROUNDED), roots, strict=False))
 
     return _codec(fmt.fields(), fmt.noise_bits, fmt.decode, fmt.decode_root if rooted else None, encode)
 
@@ -125,4 +126,4 @@ def lower_weight(master: Master, param: DType) -> CodecPrograms:
     return _codec(master.fields(param), master.noise_bits(param), decode, None, encode)
 
 
-__all__ = ["CODE", "ROOT", "CodecPrograms", "X", "lower_codec", "lower_weight"]
+__all__ = ["CODE", "ROOT", "UNROUNDED", "CodecPrograms", "X", "lower_codec", "lower_weight"]

@@ -38,6 +38,7 @@ from optgen.runtime.optimizer import Optimizer
 from optgen.runtime.options.options import hypers_of
 from optgen.runtime.records.join import settled
 from optgen.verify.intervals import STRICT, Interval, Rounding
+from optgen.verify.lint import cancelling
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ def enclose(
     gradient = Interval.point(g.float(), before.p.model)
     p, states, host = _evaluated(spec, before, gradient, hypers)
     still = untouched(spec, storage, flags)
-    step = StoredStep(spec, storage, before, kept, still)
+    cancels = {x for x in cancelling(spec, tuple(flags.items())) if x in storage.states and storage.states[x].unrounded}
+    step = StoredStep(spec, storage, before, kept, still, cancels)
     if early := [name for name in read_back(spec, storage, flags) if name not in still]:
         trace = spec.trace(flags)
         p, states = step.read_back({"p": trace.p, **trace.states}, gradient, _scalars(spec, before, hypers), early)
@@ -144,7 +146,8 @@ def enclose(
 class StoredStep:
     """One step of a rule under a plan, whose new values are stored; arguments as in `enclose`.
 
-    still  states that the step leaves as they are kept
+    still    states that the step leaves as they are kept
+    cancels  states that others are divided by with the root before it is rounded
     """
 
     spec: Spec
@@ -152,19 +155,22 @@ class StoredStep:
     before: Values
     kept: Mapping[str, Tensor] | None
     still: Collection[str]
+    cancels: Collection[str]
 
     def kept_state(self, name: str, states: Mapping[str, Interval]) -> Interval:
         """Return what a state may read as after its new value was stored."""
         if name in self.still:
             return states[name]
-        fmt, root = self.storage.states[name], None
+        fmt, root, x = self.storage.states[name], None, states[name]
         if fmt.relative:
             base = next(s for s in self.spec.states if s.name == name).normalized_by
             assert base is not None
             given = self.kept and Interval.point(self.kept[base], states[name].model)
             root = _root(given or self.kept_state(base, states))
-        lo, hi = (end.expand(self.before.states[name].shape) for end in (states[name].lo, states[name].hi))
-        return stored(fmt, states[name].spanning(lo, hi), root)
+            if base in self.cancels:
+                x = x * (root / _unrounded(states[base], root))
+        lo, hi = (end.expand(self.before.states[name].shape) for end in (x.lo, x.hi))
+        return stored(fmt, x.spanning(lo, hi), root)
 
     def read_back(
         self, roots: Mapping[str, Node], gradient: Interval, scalars: Mapping[str, float], early: Collection[str]
@@ -195,6 +201,7 @@ class StoredStep:
 
 
 # -- values that are stored before the last sweep that needs them
+
 
 @lru_cache(maxsize=1024)
 def _early(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> tuple[str, ...]:
@@ -277,6 +284,12 @@ def _root(x: Interval) -> Interval:
     """The root of a kept value as its format gives it: that of the exact square, not of the rounded one."""
     lo, hi = x.lo.clamp(min=0).sqrt(), x.hi.sqrt()
     return Interval(lo * (1 - 2 * F32_UNIT), hi * (1 + 2 * F32_UNIT), x.model)
+
+
+def _unrounded(x: Interval, read: Interval) -> Interval:
+    """The root of a new value that others are divided by: at least 2^-63, or beside an Inf 2^127, which is read so."""
+    lo, hi = (torch.where(end < 2.0**127, 2.0**-63, 2.0**127) for end in (read.lo, read.hi))
+    return Interval(torch.maximum(_root(x).lo, lo), torch.maximum(_root(x).hi, hi), x.model)
 
 
 def stored(fmt: Format, x: Interval, root: Interval | None = None) -> Interval:

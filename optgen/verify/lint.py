@@ -40,9 +40,10 @@ from optgen.formats.of_matrices import OfMatrix
 from optgen.formats.plan import Plan, Storage
 from optgen.ir.node import loads, postorder, unseen
 from optgen.lang import probe
+from optgen.lang.declare import StateDecl
 from optgen.lang.spec import Recurrence, Spec
 from optgen.lower import needs_matrix, untouched
-from optgen.ops import dtypes
+from optgen.ops import dtypes, spaces
 from optgen.verify import bounds
 
 AVERAGES = ("ema", "other")
@@ -105,6 +106,51 @@ def _recurrences(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> dict[str, R
     values |= {f.nonzero: TYPICAL for f in spec.flags if f.nonzero and chosen[f.name] and values.get(f.nonzero) == 0}
     values["step"] = LATE
     return {name: Recurrence(r.kind, _number(r.decay, values)) for name, r in found.items()}
+
+
+@lru_cache(maxsize=1024)
+def cancelling(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> frozenset[str]:
+    """Return the second moments v whose rounding cancels: what they normalize is read in quotients m / sqrt(v) alone.
+
+    Such a step stays if each m is multiplied by c and its v by c squared.  That is tried where weight, gradient and eps
+    are small beside them, early and late, with hyper-parameters beside their defaults and other scalars of the model.
+    """
+    found = {s.normalized_by for s in spec.present(dict(flags)) if s.normalized_by}
+    return frozenset(v for v in found if all(_cancels(spec, v, at) for at in spec.at_steps(dict(flags))))
+
+
+def _cancels(spec: Spec, second: str, flags: dict[str, bool]) -> bool:
+    import torch
+
+    def numbers() -> torch.Tensor:
+        return torch.randn(32, 32, generator=draws, dtype=torch.float64)
+
+    def first(s: StateDecl) -> torch.Tensor:
+        """Other second moments are larger here and smaller there; what is no moment is a gradient."""
+        if s.nonneg:
+            return torch.exp2((1 if s.name == second else 8) * numbers() - 12)
+        return (1 / 64 if s.name in powers else 1e-9) * numbers()
+
+    draws, present = torch.Generator().manual_seed(0), spec.present(flags)
+    p, g, c = 1e-6 * numbers(), 1e-9 * numbers(), torch.exp2(numbers().round())
+    powers = {s.name: c for s in present if s.normalized_by == second} | {second: c * c}
+    states = {s.name: first(s) for s in present if s.space == spaces.elem}
+    model = [s.name for s in present if s.space == spaces.model]
+    given = _beside(spec) | flags
+    for t in 5.0, 1e6:
+        kept = [{name: x * c.get(name, 1.0) for name, x in states.items()} for c in ({}, powers)]
+        (p0, once, _), (p1, again, _) = (spec.evaluate(p, g, t, x, **given) for x in kept)
+        pairs = [(p0 - p, p1 - p), *((x * powers.get(name, 1.0), again[name]) for name, x in once.items())]
+        if p0.equal(p) or not all(torch.allclose(a, b, rtol=1e-2, atol=1e-9) for a, b in pairs):
+            return False
+        states |= dict.fromkeys(model, torch.tensor(0.5, dtype=p.dtype))
+    return True
+
+
+def _beside(spec: Spec) -> dict[str, Any]:
+    """Return hyper-parameters a little under their defaults, and 1/2 for those that flags ask of."""
+    given: dict[str, Any] = {h.name: 0.99 * h.default for h in spec.hypers if isinstance(h.default, float)}
+    return given | {f.nonzero: 0.5 for f in spec.flags if f.nonzero and not spec.defaults[f.nonzero]}
 
 
 def _number(decay: Any, values: Mapping[str, float]) -> float | None:

@@ -17,7 +17,7 @@ struct weight_bf16_fields : Codec {
 
 struct weight_bf16_nearest : weight_bf16_fields {
     using weight_bf16_fields::weight_bf16_fields;
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
         const I carry = (x_bits >> 16 & 1) + 32767;
         store_half<2>(code_at + i, bits_or_nan<N>(as_float(x_bits)) + carry);
@@ -42,7 +42,7 @@ struct weight_f16_fields : Codec {
 
 struct weight_f16_nearest : weight_f16_fields {
     using weight_f16_fields::weight_f16_fields;
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         store(code_at + i, narrow_half(x));
         store(master_at + i, x);
         return x;

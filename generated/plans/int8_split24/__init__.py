@@ -40,6 +40,7 @@ PLAN = PlanRecord(
         fields=(Field("codes", "uint8"), Field("range", "int16", per=64)),
         noise=12,
         positive=True,
+        unrounded=True,
         nearest="nonneg",
     ),
     matrices=8,

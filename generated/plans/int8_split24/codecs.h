@@ -20,7 +20,7 @@ struct weight_bf16_stochastic : weight_bf16_fields {
     static constexpr int NOISE = 8, DRAWS = 1;
 
     using weight_bf16_fields::weight_bf16_fields;
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I word = bits_or_nan<N>(x) + (integer<VALUE>(noise) | 0x8000);
         store_half<2>(code_at + i, word);
         store_byte<1>(low_at + i, word);
@@ -60,7 +60,7 @@ struct weight_f16_stochastic : weight_f16_fields {
     static constexpr int NOISE = 8, DRAWS = 1;
 
     using weight_f16_fields::weight_f16_fields;
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bitcast = bits(x);
         const I sign_ = x_bitcast >> 16 & 0x8000;
         const I magnitude = x_bitcast & 0x7fffffff;
@@ -113,7 +113,7 @@ struct signed_stochastic : signed_fields {
     struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F x_abs = abs(x);
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs) + 0x7fffff, i, end);
         return x;
@@ -131,7 +131,7 @@ struct signed_stochastic : signed_fields {
     struct Head_1 { F divisor_mul; };
     OfBlocks<64, Head_1> of_head_1;
     Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> auto encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const I pattern = bits(fma(x, 1.0f / fma(0.003937008f, abs(x), h.divisor_mul), 3200.0f));
         store(code_at + i, pattern + integer<VALUE>(noise) >> 12);
         return x;
@@ -147,7 +147,7 @@ struct signed_nearest : signed_fields {
     struct Head_0 { I largest_of_block; };
     Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F x_abs = abs(x);
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs) + 0x7fffff, i, end);
         return x;
@@ -165,7 +165,7 @@ struct signed_nearest : signed_fields {
     struct Head_1 { F divisor_mul; };
     OfBlocks<64, Head_1> of_head_1;
     Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> auto encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         store(code_at + i, bits(fma(x, 1.0f / fma(0.003937008f, abs(x), h.divisor_mul), 12583040.0f)));
         return x;
     }
@@ -218,7 +218,7 @@ struct nonneg_stochastic : nonneg_fields {
     void tail(Loop<0>, const Head_0 &h, int b) {
         largest_of_block_kept[b] = h.largest_of_block; smallest_of_block_kept[b] = h.smallest_of_block;
     }
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const I pattern = bits(x);
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern + 0x7fffff, i, end);
         h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern & 0x7fffffff, i, end);
@@ -245,20 +245,21 @@ struct nonneg_stochastic : nonneg_fields {
         const I base_sub = largest_where - base;
         const I scale = cells << 2;
         const I half_add = half * scale - 0x800000;
+        const F least = where(pattern_eq, F(1.7014118e+38f), F(1.0842022e-19f));
         const I header = first_ - 128 << 8 | cells;
-        of_head_1.set(b, half_add, base, base_sub, scale, start_add, step_);
+        of_head_1.set(b, half_add, base, base_sub, scale, start_add, step_, least);
         store(range_at + b, header);
     }
-    struct Head_1 { I half_add, base, base_sub, scale, start_add, step_; };
+    struct Head_1 { I half_add, base, base_sub, scale, start_add, step_; F least; };
     OfBlocks<64, Head_1> of_head_1;
     Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> auto encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const I offset = fraction<VALUE, 24>(noise) + h.half_add;
         const I position = max(I(0), min(bits(x) - h.base, h.base_sub)) * h.scale + offset;
         const I code = lshr(position, 24);
         const F value = as_float(h.start_add + code * h.step_);
         store_byte<3>(code_at + i, position);
-        return value;
+        return Roots(value, max(x, h.least));
     }
 };
 
@@ -274,7 +275,7 @@ struct nonneg_nearest : nonneg_fields {
     void tail(Loop<0>, const Head_0 &h, int b) {
         largest_of_block_kept[b] = h.largest_of_block; smallest_of_block_kept[b] = h.smallest_of_block;
     }
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const I pattern = bits(x);
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern + 0x7fffff, i, end);
         h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern & 0x7fffffff, i, end);
@@ -298,18 +299,19 @@ struct nonneg_nearest : nonneg_fields {
         const I start_add = start_2 + (step_ >> 1);
         const I start_sub = largest_where - start_;
         const I scale = cells << 2;
+        const F least = where(pattern_eq, F(1.7014118e+38f), F(1.0842022e-19f));
         const I header = first_ - 128 << 8 | cells;
-        of_head_1.set(b, start_, start_sub, scale, start_add, step_);
+        of_head_1.set(b, start_, start_sub, scale, start_add, step_, least);
         store(range_at + b, header);
     }
-    struct Head_1 { I start_, start_sub, scale, start_add, step_; };
+    struct Head_1 { I start_, start_sub, scale, start_add, step_; F least; };
     OfBlocks<64, Head_1> of_head_1;
     Head_1 head(Loop<1>, int b) const { return of_head_1[b]; }
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
+    template <bool RAGGED, int VALUE, class N> auto encode(Loop<1>, Head_1 &h, int i, int end, F x, const N &noise) {
         const I position = max(I(0), min(bits(x) - h.start_, h.start_sub)) * h.scale;
         const I code = lshr(position, 24);
         const F value = as_float(h.start_add + code * h.step_);
         store_byte<3>(code_at + i, position);
-        return value;
+        return Roots(value, max(x, h.least));
     }
 };

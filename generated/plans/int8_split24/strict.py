@@ -148,7 +148,8 @@ def nonneg_root(code_code, range_):
 
 @triton.jit
 def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
-    pattern = tl.sqrt_rn(x).to(tl.int32, bitcast=True)
+    x_sqrt = tl.sqrt_rn(x)
+    pattern = x_sqrt.to(tl.int32, bitcast=True)
     pattern_sub = tl.maximum(block_max(pattern + 0x7fffff, live, MASKED), 0x7fffff) - 0x7fffff
     pattern_eq = pattern_sub == 0x7f800000
     largest = tl.minimum(tl.maximum(pattern_sub, 0x20000000), 0x5f700000)
@@ -171,13 +172,20 @@ def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
     position = tl.maximum(tl.minimum(pattern - beside(base), beside(base_sub)), 0) * beside(scale) + offset
     code = (position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     value = (beside(start_add) + code * beside(step)).to(tl.float32, bitcast=True)
+    least = tl.where(pattern_eq, 1.7014118346046923e+38, 1.0842021724855044e-19)
     header = first - 128 << 8 | cells
-    return code.to(tl.uint8), header.to(tl.int16), value
+    return (
+        code.to(tl.uint8),
+        header.to(tl.int16),
+        value,
+        tl.maximum(x_sqrt, beside(least), propagate_nan=tl.PropagateNan.ALL),
+    )
 
 
 @triton.jit
 def nonneg_nearest(x, live, MASKED: tl.constexpr):
-    pattern = tl.sqrt_rn(x).to(tl.int32, bitcast=True)
+    x_sqrt = tl.sqrt_rn(x)
+    pattern = x_sqrt.to(tl.int32, bitcast=True)
     pattern_sub = tl.maximum(block_max(pattern + 0x7fffff, live, MASKED), 0x7fffff) - 0x7fffff
     pattern_eq = pattern_sub == 0x7f800000
     largest = tl.minimum(tl.maximum(pattern_sub, 0x20000000), 0x5f700000)
@@ -196,8 +204,14 @@ def nonneg_nearest(x, live, MASKED: tl.constexpr):
     position = tl.maximum(tl.minimum(pattern - beside(start), beside(start_sub)), 0) * beside(scale)
     code = (position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     value = (beside(start_add) + code * beside(step)).to(tl.float32, bitcast=True)
+    least = tl.where(pattern_eq, 1.7014118346046923e+38, 1.0842021724855044e-19)
     header = first - 128 << 8 | cells
-    return code.to(tl.uint8), header.to(tl.int16), value
+    return (
+        code.to(tl.uint8),
+        header.to(tl.int16),
+        value,
+        tl.maximum(x_sqrt, beside(least), propagate_nan=tl.PropagateNan.ALL),
+    )
 
 
 # bf16 and 8 more bits, stochastic

@@ -149,13 +149,14 @@ def nonneg_root(code_code, range_):
 
 @triton.jit
 def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
-    pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
-    pattern_add = tl.maximum(block_magnitude(tl.sqrt(x), live, MASKED), 0x7fffff) - 0x7fffff
+    x_sqrt = tl.sqrt(x)
+    pattern = x_sqrt.to(tl.int32, bitcast=True)
+    pattern_add = tl.maximum(block_magnitude(x_sqrt, live, MASKED), 0x7fffff) - 0x7fffff
     pattern_eq = pattern_add == 0x7f800000
     largest = tl.minimum(tl.maximum(pattern_add, 0x20000000), 0x5f700000)
     largest_where = tl.where(pattern_eq, 0x5fe00000, largest)
     above = (largest_where + 0x80000 >> 22) + 1
-    below = tl.where(pattern_eq, 0x5fe00000, block_least(tl.sqrt(x), live, MASKED)) - 0x80000 >> 22
+    below = tl.where(pattern_eq, 0x5fe00000, block_least(x_sqrt, live, MASKED)) - 0x80000 >> 22
     units = tl.minimum(tl.maximum(above - tl.maximum(below, 128), 1), 64)
     first = above - units
     start = first << 22
@@ -172,19 +173,26 @@ def nonneg_encode(x, live, MASKED: tl.constexpr, draws, SHIFT: tl.constexpr):
     position = tl.maximum(tl.minimum(pattern - beside(base), beside(base_sub)), 0) * beside(scale) + offset
     code = (position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     value = (beside(start_add) + code * beside(step)).to(tl.float32, bitcast=True)
+    least = tl.where(pattern_eq, 1.7014118346046923e+38, 1.0842021724855044e-19)
     header = first - 128 << 8 | cells
-    return byte(position, 3), header.to(tl.int16), value
+    return (
+        byte(position, 3),
+        header.to(tl.int16),
+        value,
+        tl.maximum(x_sqrt, beside(least), propagate_nan=tl.PropagateNan.ALL),
+    )
 
 
 @triton.jit
 def nonneg_nearest(x, live, MASKED: tl.constexpr):
-    pattern = tl.sqrt(x).to(tl.int32, bitcast=True)
-    pattern_add = tl.maximum(block_magnitude(tl.sqrt(x), live, MASKED), 0x7fffff) - 0x7fffff
+    x_sqrt = tl.sqrt(x)
+    pattern = x_sqrt.to(tl.int32, bitcast=True)
+    pattern_add = tl.maximum(block_magnitude(x_sqrt, live, MASKED), 0x7fffff) - 0x7fffff
     pattern_eq = pattern_add == 0x7f800000
     largest = tl.minimum(tl.maximum(pattern_add, 0x20000000), 0x5f700000)
     largest_where = tl.where(pattern_eq, 0x5fe00000, largest)
     above = (largest_where >> 22) + 1
-    below = tl.where(pattern_eq, 0x5fe00000, block_least(tl.sqrt(x), live, MASKED)) >> 22
+    below = tl.where(pattern_eq, 0x5fe00000, block_least(x_sqrt, live, MASKED)) >> 22
     units = tl.minimum(tl.maximum(above - tl.maximum(below, 128), 1), 64)
     first = above - units
     start = first << 22
@@ -197,8 +205,14 @@ def nonneg_nearest(x, live, MASKED: tl.constexpr):
     position = tl.maximum(tl.minimum(pattern - beside(start), beside(start_sub)), 0) * beside(scale)
     code = (position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     value = (beside(start_add) + code * beside(step)).to(tl.float32, bitcast=True)
+    least = tl.where(pattern_eq, 1.7014118346046923e+38, 1.0842021724855044e-19)
     header = first - 128 << 8 | cells
-    return byte(position, 3), header.to(tl.int16), value
+    return (
+        byte(position, 3),
+        header.to(tl.int16),
+        value,
+        tl.maximum(x_sqrt, beside(least), propagate_nan=tl.PropagateNan.ALL),
+    )
 
 
 # bf16 and 8 more bits, stochastic

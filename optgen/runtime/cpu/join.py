@@ -84,7 +84,8 @@ def _encoding(eager: Eager, owner: str, written: bool) -> str:
     """Return the struct of a value's codec: one that stores it, or one that reads alone."""
     codec = eager.codecs.get(owner, "full")
     rounds = "stochastic" if owner in eager.noise else "nearest"
-    return f"{codec}_{rounds if written or codec == 'full' else 'fields'}"
+    struct = f"{codec}_{rounds if written or codec == 'full' else 'fields'}"
+    return f"unrounded<{struct}>" if written and owner in eager.unrounded else struct
 
 
 # -- steps of several stages (optgen/runtime/cpu/cpp/steps.h)

@@ -25,7 +25,8 @@ class Codec:
     """The device functions that store and read one value, from a plan's module.
 
     decode    (c, fields..., tables...) -> two factors of c * x: c meets what there are few of
-    nearest   (x, live, MASKED, tables...) -> the fields, then the root that is read back, where there is `root`
+    nearest   (x, live, MASKED, tables...) -> the fields, then the root that is read back, where there is `root`, and
+              that before it is rounded
     encode    (x, live, MASKED, draws, SHIFT, tables...) -> the same, rounded stochastically; None: to nearest only
     root      (fields..., tables...) -> the square root of the value
     strict    strict maths
@@ -66,6 +67,7 @@ class StoredValue:
     tables    the positions of its codec's tables
     base      the position of the value that it is relative to; -1: none
     root      the position of that one's new root among the roots of the sweep
+    unrounded  what others are divided by is its root before it is rounded
     word, shift  its random bits; word -1: it is rounded to nearest
     plus      a zero must be made +0 before it is stored
     guarded   a NaN must be made one of arithmetic before it is stored
@@ -81,6 +83,7 @@ class StoredValue:
     tables: tuple[int, ...] = ()
     base: int = -1
     root: int = -1
+    unrounded: bool = False
     word: int = -1
     shift: int = 0
     plus: bool = False
@@ -255,7 +258,7 @@ def given(
 def put_value(
     buffers, where, live, tables, x, roots, draws, SWEEP: tl.constexpr, VALUE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Store a new value; the root that is read back, where its codec has one."""
+    """Store a new value; the root that others are divided by, where its codec has one."""
     own = ()
     for i in tl.static_range(len(VALUE.given)):
         own = own + (loaded(buffers[VALUE.given[i]], where, live, SWEEP, VALUE.given[i], MASKED),)
@@ -269,7 +272,7 @@ def put_value(
             put_view(buffers, made[0], where, live, SWEEP, SWEEP.view(i), MASKED)
     out = ()
     if VALUE.codec.root is not None:
-        out = (made[len(VALUE.stores)],)
+        out = (made[len(VALUE.stores) + VALUE.unrounded],)
     return out
 
 
@@ -291,7 +294,7 @@ def put_view(buffers, x, where, live, SWEEP: tl.constexpr, VIEW: tl.constexpr, M
 
 @triton.jit
 def encoded(x, roots, draws, live, own, VALUE: tl.constexpr, MASKED: tl.constexpr):
-    """The fields of a new value, and the root that is read back; `own`: the codec's further arguments."""
+    """The fields of a new value, and its roots; `own`: the codec's further arguments."""
     if VALUE.guarded:
         x = tl.where(x == x, x, float("nan"))
     if VALUE.root >= 0:

@@ -264,6 +264,7 @@ class _Values:
             self.frame.tables.get(id(codec), ()),
             base=-1 if base is None else self.owners.index(base),
             root=-1 if base is None or not stored else self.rooted.index(base),
+            unrounded=stored and owner in eager.unrounded,
             word=word if codec.encode is not None and stored else -1,
             shift=shift,
             plus=codec.plus and not (self.clean and self.is_positive(owner)),

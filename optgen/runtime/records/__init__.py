@@ -505,6 +505,7 @@ class Eager:
 
     codecs    owner ("p" or a state) -> name of its codec in the plan's module ({"exp_avg": "signed"}); others are fp32
     relative  state -> the state whose root it is divided by ({"exp_avg": "exp_avg_sq"})
+    unrounded  states that others are divided by with the root before it is rounded
     noise     owner -> (word, shift) of its random bits ({"p": (1, 24)}); others round to nearest
     words     recipes of the words of random bits (`keys.Word`)
     early     states that later sweeps of the step read as they are stored
@@ -517,6 +518,7 @@ class Eager:
 
     codecs: Mapping[str, str] = field(default_factory=dict)
     relative: Mapping[str, str] = field(default_factory=dict)
+    unrounded: frozenset[str] = frozenset()
     noise: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     words: tuple[tuple[int, tuple[tuple[int, int], ...], bool], ...] = ()
     early: tuple[str, ...] = ()

@@ -28,6 +28,7 @@ class StateRecord:
     space          "elem", or where there are few values; see Field
     init           the first value: a number, "param" for the weight, or the name of a hyper-parameter
     normalized_by  the state by whose root the rule divides it
+    cancels        True if what is normalized by it is read in quotients alone (verify/lint.py)
     nearest        True if formats that may do either round it to nearest: it would climb, sink or wander otherwise
     rank           of a matrix of low rank: the hyper-parameter that says it, or a number
     trait          of a matrix: what formats in few bits may rely on, such as "symmetric"; "" keeps it in fp32; "input":
@@ -39,6 +40,7 @@ class StateRecord:
     space: str = "elem"
     init: float | str = 0.0
     normalized_by: str = ""
+    cancels: bool = False
     nearest: bool = False
     rank: str | int = ""
     trait: str = ""
@@ -96,6 +98,7 @@ class FormatRecord:
     relative  True if values are divided by the root of the second moment that the rule divides them by, if that is
               kept positive
     positive  True if no value is read back as 0
+    unrounded  True if the codec gives the root before it is rounded, too
     matrix    whose rows and columns the fields are those of; None if there are none
     nearest   the codec where states ask for rounding to nearest; None if the format says how it rounds
     vector    the form for tensors without rows and columns; None if it is the same
@@ -107,6 +110,7 @@ class FormatRecord:
     noise: int = 0
     relative: bool = False
     positive: bool = False
+    unrounded: bool = False
     matrix: Matrix | None = None
     nearest: str | None = None
     vector: FormatRecord | None = None
@@ -356,6 +360,10 @@ def _matrix(rule: RuleRecord, formats: Mapping[str, FormatRecord]) -> Matrix:
     return rule.matrix if rule.by_rows else next((x for x in ("last", "first") if x in of_formats), rule.matrix)
 
 
+def _unrounded(rule: RuleRecord, formats: Mapping[str, FormatRecord]) -> frozenset[str]:
+    return frozenset(s.name for s in rule.states if s.cancels and formats[s.name].unrounded)
+
+
 def _stored(rule: RuleRecord, weight: FormatRecord, formats: Mapping[str, FormatRecord]) -> Eager:
     """Return how a rule's values are stored in these formats."""
     codecs = {"p": weight} | {s.name: formats[s.name] for s in rule.states if s.space == "elem"}
@@ -368,6 +376,7 @@ def _stored(rule: RuleRecord, weight: FormatRecord, formats: Mapping[str, Format
     return Eager(
         codecs=_coded(codecs),
         relative=relative,
+        unrounded=_unrounded(rule, formats),
         noise=noise,
         words=words,
         early=_early(rule.early, relative, whole),

@@ -223,7 +223,7 @@ class TileSweep:
             ]
             out += [(x[name], self._flat(name, y)) for name, y in zip(names, made, strict=False)]
             out += self._shown(o, made[0])
-            roots |= {o: made[-1]} if o in rooted else {}
+            roots |= {o: made[len(names) + (o in e.record.unrounded)]} if o in rooted else {}
         return out
 
     def _shown(self, owner: str, weight: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -102,6 +102,20 @@ template <class V, class T> struct Of {
 };
 template <class... T> struct All : T... {};
 
+// The root of a new value as it is read back, and before it is rounded: a codec gives both, `unrounded` takes the other.
+struct Roots {
+    F read, own;
+    Roots(F x) : read(x), own(x) {}
+    Roots(F x, F y) : read(x), own(y) {}
+    operator F() const { return read; }
+};
+template <class C> struct unrounded : C {
+    using C::C;
+    template <bool RAGGED, int VALUE, class... T> OPTGEN_INLINE F encode(T &&...given) {
+        return Roots(C::template encode<RAGGED, VALUE>(given...)).own;
+    }
+};
+
 // Elements of a tile; a stage of several (`Layout::staged`) has as many blocks as a register values of them.
 template <class Layout, class = void> struct TileOf {
     static constexpr int size(int arrays) { return Layout::BLOCK == 1 ? 1024 : elements_of_tile(Layout::BLOCK, arrays); }
