@@ -33,8 +33,8 @@ from optgen.runtime.work.counting import HostScalars
 SERIAL = 64 * 1024
 """Elements in all below which one thread does the work: starting a second takes as long as they do."""
 
-Step = Callable[[int, int, int, int, int], int]
-"""(address of the table, tensors, addresses of the scalars and of the step keys, threads) -> 0."""
+Step = Callable[..., int]
+"""(address of the table, tensors, addresses of the scalars and step keys, threads; in parts, the stages) -> 0."""
 
 
 @functools.cache
@@ -137,22 +137,14 @@ def threads(elements: int) -> int:
 
 def runner(bucket: Bucket, table: TensorTable, scalars: HostScalars) -> staged.Runner:
     """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
-    stages: Callable[..., int] | None = bucket.kernel
-    assert stages is not None
-    assert table.room is not None
-    count, given = threads(table.elements), (scalars.values.buffer_info()[0], scalars.keys.buffer_info()[0])
-
-    def kernels(begin: int, end: int) -> None:
-        code = stages(table.address, table.tensors, *given, count, begin, end)
-        if code:
-            raise RuntimeError(f"a C++ kernel refused its table (code {code})")
-
-    yield from staged.drive(bucket, table.room, scalars, kernels)
+    assert bucket.kernel is not None and table.room is not None
+    yield from staged.drive(bucket, table.room, scalars, functools.partial(call, bucket.kernel, table, scalars))
     torch.autograd.graph.increment_version(bucket.params)
 
 
-def call(step: Step, table: TensorTable, scalars: HostScalars) -> None:
+def call(step: Step, table: TensorTable, scalars: HostScalars, *stretch: int) -> None:
+    """Run a kernel over its table; stretch: of a step in parts, the stages to run, from one to before another."""
     given = scalars.values.buffer_info()[0], scalars.keys.buffer_info()[0]
-    code = step(table.address, table.tensors, *given, threads(table.elements))
+    code = step(table.address, table.tensors, *given, threads(table.elements), *stretch)
     if code:
         raise RuntimeError(f"a C++ kernel refused its table (code {code})")

@@ -53,12 +53,8 @@ def _reader() -> Callable[..., int] | None:
     (library,) = native.load([native.Job("look", '#include "look.h"\n')])
     if isinstance(library, native.Unavailable):
         return None
-    python, address, item = ctypes.pythonapi, ctypes.c_void_p, ctypes.py_object
-    content = ctypes.PYFUNCTYPE(address, item, ctypes.c_char_p)(("PyCapsule_GetPointer", python))
-    exchange = content(getattr(Tensor, "__dlpack_c_exchange_api__"), b"dlpack_exchange_api")  # noqa: B009
-    if ctypes.c_uint32.from_address(exchange).value != 1:  # the major version of DLPack
-        return None
-    reads = python.PyList_GetItem, python.PyDict_GetItemWithError
-    functions = (address * 2)(*(ctypes.cast(x, address) for x in reads))
-    kind = ctypes.PYFUNCTYPE(ctypes.c_int, address, address, item, item, item, address, address, address)
-    return functools.partial(kind(("optgen_look", library)), exchange, functions)
+    item, address = ctypes.py_object, ctypes.c_void_p
+    kind = ctypes.PYFUNCTYPE(ctypes.c_int, item, item, item, item, address, address, address)
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__")  # noqa: B009
+    read, none = functools.partial(kind(("optgen_look", library)), exchange), array("q", bytes(32))
+    return read if read([], [], [], *[none.buffer_info()[0]] * 3) == 0 else None

@@ -19,25 +19,26 @@ struct Exchange {
     int (*view)(void *tensor, View *out);
 };
 
-// PyList_GetItem and PyDict_GetItemWithError of Python's stable ABI.
-struct Python {
-    void *(*item)(void *list, intptr_t i);
-    void *(*entry)(void *dict, void *key);
-};
+// Of Python's stable ABI.
+void *PyList_GetItem(void *list, intptr_t i);
+void *PyDict_GetItemWithError(void *dict, void *key);
+void *PyCapsule_GetPointer(void *capsule, const char *name);
 
 // Reads the tensors under each key of dicts, then those of a list: their addresses, and their layouts behind one another,
 // of each a word of dtype, device, rank and contiguity, then the shape.
 // counts: keys, dicts, tensors, the words that layouts may have.
-// Returns 0; -1 after an error, Python's or that there are more words.
-__attribute__((visibility("default"))) int optgen_look(const Exchange *torch, const Python *python, void *keys,
-                                                       void *dicts, void *tensors, const int64_t *counts,
-                                                       int64_t *addresses, int64_t *layouts) {
+// Returns 0; -1 after an error, Python's or that there are more words or another DLPack.
+__attribute__((visibility("default"))) int optgen_look(void *exchange, void *keys, void *dicts, void *tensors,
+                                                       const int64_t *counts, int64_t *addresses, int64_t *layouts) {
+    const Exchange *torch = (const Exchange *)PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
+    if (!torch || torch->major != 1)
+        return -1;
     const int64_t *end = layouts + counts[3];
     for (int64_t k = 0; k <= counts[0]; k++)
         for (int64_t i = 0; i < counts[k < counts[0] ? 1 : 2]; i++) {
-            void *found = python->item(k < counts[0] ? dicts : tensors, i);
+            void *found = PyList_GetItem(k < counts[0] ? dicts : tensors, i);
             if (found && k < counts[0])
-                found = python->entry(found, python->item(keys, k));
+                found = PyDict_GetItemWithError(found, PyList_GetItem(keys, k));
             View t;
             if (!found || torch->view(found, &t) || layouts + 1 + t.dims > end)
                 return -1;
