@@ -16,21 +16,30 @@ from optgen.runtime.states import low_bits as bits
 from optgen.runtime.states import state
 
 
-def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *, low_bits: bool = True) -> nn.Module:
+def cast_model(
+    model: nn.Module,
+    dtype: torch.dtype,
+    keep: Sequence[str] = (),
+    *,
+    keep_outputs: Sequence[str] = (),
+    low_bits: bool = True,
+) -> nn.Module:
     """Cast a model's floating-point parameters and buffers to `dtype`, in place; returns the model.
 
-    keep       fnmatch patterns over the names of modules (with all below them), parameters and buffers, which stay as
-               they are: ["lm_head", "*.router", "*inv_freq"].  A pattern that matches nothing is an error.
-    low_bits   keep what 16-bit weights lose here (2 bytes per trainable parameter) until an optimizer's first step:
-               plans that store more bits of a weight than the model shows then start from the fp32 weights exactly.
-               Other plans drop them.  False for models that are not going to be trained.
+    keep          fnmatch patterns over the names of modules (with all below them), parameters and buffers, which stay
+                  as they are: ["lm_head", "*.router", "*inv_freq"].  A pattern that matches nothing is an error.
+    keep_outputs  patterns over the names of kept modules whose outputs stay as they are, too: ["lm_head"] for fp32
+                  logits.  Modules of `dtype` do not take these, so it is for the end of a model.
+    low_bits      keep what 16-bit weights lose here (2 bytes per trainable parameter) until an optimizer's first step:
+                  plans that store more bits of a weight than the model shows then start from the fp32 weights exactly.
+                  Other plans drop them.  False for models that are not going to be trained.
 
     Norms with running statistics (batch norm, and instance norm that tracks them) stay as well: a running average
     moves by less than half a 16-bit ulp and would stand still, and torch computes these layers in mixed precision.
     Layer, group and RMS norms are cast: their kernels want input and weight in one dtype.
 
     Floating inputs of a kept module are cast to its own dtype, and its floating outputs to `dtype`, so the modules
-    around it notice nothing.  A parameter that is kept by its own name gets no such help.
+    around it notice nothing.  A parameter that is kept by its own name, or as a tied one's, gets no such help.
 
     The Parameter objects stay the same and tied weights stay tied (kept if any of their names is).  Create the
     optimizer afterwards, and shard the model afterwards: TypeError where a DTensor is to be cast.
@@ -39,15 +48,17 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *
         raise TypeError(f"cast_model: dtype must be a floating-point dtype, got {dtype!r}")
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     modules = dict(model.named_modules(remove_duplicate=False))
-    _check_patterns(keep, [*modules, *(name for name, _ in tensors)])
+    _check_patterns("keep", keep, [*modules, *(name for name, _ in tensors)], "module, parameter or buffer")
     kept_modules = {name for name in modules if name and _matches(name, keep)}
+    outermost = {name: modules[name] for name in kept_modules if not _below(name.rpartition(".")[0], kept_modules)}
+    _check_patterns("keep_outputs", keep_outputs, [*outermost], "module that is kept and in no other kept one")
     cast = _to_cast(tensors, modules, kept_modules, keep)
     for name, tensor in cast.items():
         _check_plain(name, tensor, dtype)
     for tensor in cast.values():
         _cast(tensor, dtype, low_bits)
     bits.register(model)
-    _set_boundaries(modules, kept_modules, dtype)
+    _set_boundaries(modules, outermost, keep_outputs, dtype)
     return model
 
 
@@ -71,14 +82,17 @@ def _check_plain(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def _set_boundaries(modules: Mapping[str, nn.Module], kept: set[str], dtype: torch.dtype) -> None:
-    """Let the outermost kept modules cast their inputs and outputs, in place of the hooks of an earlier call."""
+def _set_boundaries(
+    modules: Mapping[str, nn.Module], kept: Mapping[str, nn.Module], keep_outputs: Sequence[str], dtype: torch.dtype
+) -> None:
+    """Let kept modules cast their inputs, and outputs that are not kept, in place of the hooks of an earlier call."""
     for module in modules.values():
         _remove_boundary(module)
-    for name in sorted(kept):
-        if not _below(name.rpartition(".")[0], kept):
-            modules[name].register_forward_pre_hook(_CastInputs(), with_kwargs=True)
-            modules[name].register_forward_hook(_CastOutputs(dtype))
+    with_outputs = {module for name, module in kept.items() if _matches(name, keep_outputs)}
+    for module in {*kept.values()}:  # once, of all its names
+        module.register_forward_pre_hook(_CastInputs(), with_kwargs=True)
+        if module not in with_outputs:
+            module.register_forward_hook(_CastOutputs(dtype))
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -91,14 +105,14 @@ def _below(name: str, modules: set[str]) -> bool:
     return any(".".join(parts[:i]) in modules for i in range(1, len(parts) + 1))
 
 
-def _check_patterns(keep: Sequence[str], names: Sequence[str]) -> None:
-    if isinstance(keep, str):
-        raise TypeError(f"cast_model: keep must be a list of patterns, got the string {keep!r}")
-    for pattern in keep:
+def _check_patterns(argument: str, patterns: Sequence[str], names: Sequence[str], kind: str) -> None:
+    if isinstance(patterns, str):
+        raise TypeError(f"cast_model: {argument} must be a list of patterns, got the string {patterns!r}")
+    for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names if name):
             close = difflib.get_close_matches(pattern, names, n=1)
             guess = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"cast_model: keep pattern {pattern!r} matches no module, parameter or buffer{guess}")
+            raise ValueError(f"cast_model: {argument} pattern {pattern!r} matches no {kind}{guess}")
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, low_bits: bool) -> None:

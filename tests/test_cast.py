@@ -85,6 +85,36 @@ def test_kept_modules_fit_in_between() -> None:
     assert torch.equal(through_file(model, weights_only=False)(x), copy.deepcopy(model)(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("keep", "keep_outputs", "name"),
+    [
+        (["head"], ["head"], "head"),
+        (["body.0", "embed", "head"], ["*ead"], "head"),
+        (["*"], ["again"], "head"),  # another name of it
+        (["body.*"], ["body.2"], "body.2"),
+        (["body"], ["body"], "body"),
+    ],
+)
+def test_outputs_of_kept_modules_stay_where_they_are_named(
+    keep: list[str], keep_outputs: list[str], name: str, dtype: torch.dtype
+) -> None:
+    """The module alone, and the model that ends with it; a later call may say otherwise."""
+    torch.manual_seed(0)
+    model = Net()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    model.again, module = model.head, model.get_submodule(name)
+    x = torch.randn(3, 8).to(dtype)
+    want = module(x.float())
+    for named in (keep_outputs, [], keep_outputs):
+        cast_model(model, dtype, keep, keep_outputs=named)
+        assert torch.equal(module(x), want if named else want.to(dtype))
+        if name == "head":
+            (out := model(torch.arange(6))).sum().backward()
+            assert out.dtype == (torch.float32 if named else dtype)
+            assert model.head.weight.grad.dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", ["body", "body.2", "head"])
 def test_cast_back_a_kept_module_is_one_like_the_others(name: str) -> None:
     torch.manual_seed(0)
@@ -189,3 +219,19 @@ def test_errors_change_nothing(dtype: object, keep: object, error: type[Exceptio
     with pytest.raises(error, match=text):
         cast_model(model, dtype, keep)  # type: ignore[arg-type]
     assert dtypes(model) == before
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_outputs", "text"),
+    [
+        (["body", "head"], ["haed"], "keep_outputs pattern 'haed' .*did you mean 'head'"),
+        (["head"], ["body"], "matches no module that is kept and in no other kept one"),
+        (["body"], ["body.2"], "in no other kept one; did you mean 'body'"),
+        (["freq", "head.weight"], ["head*"], "matches no module that is kept"),
+    ],
+)
+def test_outputs_that_no_cast_is_made_of_are_refused(keep: list[str], keep_outputs: list[str], text: str) -> None:
+    before = dtypes(model := Net())
+    with pytest.raises(ValueError, match=text):
+        cast_model(model, torch.bfloat16, keep, keep_outputs=keep_outputs)
+    assert dtypes(model) == before and not model.head._forward_pre_hooks
