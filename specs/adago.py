@@ -20,7 +20,7 @@ def adago(
     eps=hyper(5e-4, ge=0, scheduled=True, doc="the least step"),
     v0=hyper(1e-6, gt=0, doc="the first sum of squared norms"),
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
-    ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
+    ns_steps=hyper(5, ge=1, lt=100, rounds_of="ns_coefficients", whole=True),
     adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     adamw_eps=hyper(1e-8, gt=0),

@@ -27,7 +27,7 @@ def dion2(
     weight_decay=hyper(0.01, ge=0),
     eps=hyper(1e-8, gt=0),
     ns_coefficients=hyper(EXPRESS, series=True),
-    ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
+    ns_steps=hyper(5, ge=1, lt=100, rounds_of="ns_coefficients", whole=True),
     adamw=flag(False),
     matrix=shape_flag(lambda shape: len(shape) >= 2),
 ):

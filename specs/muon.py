@@ -18,7 +18,7 @@ def muon(
     momentum=hyper(0.95, ge=0, lt=1, doc="the decay of the momentum"),
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
     eps=hyper(1e-7, gt=0, doc="added to the norm that Newton-Schulz divides by"),
-    ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
+    ns_steps=hyper(5, ge=1, lt=100, rounds_of="ns_coefficients", whole=True),
     scale_floor=hyper(1.0, ge=0, doc="the least rows / columns under the root that scales a step"),
     adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),

@@ -15,7 +15,7 @@ def polargrad(
     weight_decay=hyper(0.0, ge=0),
     momentum=hyper(0.95, ge=0, lt=1),
     ns_coefficients=hyper("polar_express", series=True),
-    ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
+    ns_steps=hyper(5, ge=1, lt=100, rounds_of="ns_coefficients", whole=True),
     adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     adamw_eps=hyper(1e-8, gt=0),

@@ -16,7 +16,7 @@ def scion(
     unconstrained=hyper(False, doc="leave the weights free of the ball of radius `scale`"),
     normalized=hyper(True, doc="False for an embedding of (vocabulary, features)"),
     ns_coefficients=hyper((3.4445, -4.7750, 2.0315), series=True),
-    ns_steps=hyper(5, ge=0, lt=100, rounds_of="ns_coefficients", whole=True),
+    ns_steps=hyper(5, ge=1, lt=100, rounds_of="ns_coefficients", whole=True),
     eps=hyper(1e-8, gt=0),
     sign_norm=flag(False, doc="a step by signs, for the head"),
     row_norm=flag(False, doc="a step of normalized rows, for the head"),

@@ -53,7 +53,7 @@ def soap_muon(
     lookahead_beta=hyper(0.99, ge=0, lt=1, doc="the decay of the average change"),
     eps=hyper(1e-8, gt=0, doc="the least root that divides; under AdamW, added to it"),
     ns_coefficients=hyper((2.0, -1.5, 0.5), series=True),
-    ns_steps=hyper(12, ge=0, lt=100, whole=True),
+    ns_steps=hyper(12, ge=1, lt=100, whole=True),
     adamw_lr=hyper(1e-3, ge=0, scheduled=True, lr_if="adamw"),
     adamw_betas=hyper((0.9, 0.95), ge=0, lt=1),
     max_precond_dim=hyper(10000, ge=1, whole=True, doc="the longest side that has a factor of its own"),

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from optgen import optim
 from tests.harness import ROOT, spec_of
 from tests.oracles import TABLES
 
@@ -47,6 +48,16 @@ def test_names_and_defaults_are_torchs(name: str) -> None:
     for f in spec.flags:
         if f.name in defaults:
             assert f.default == defaults[f.name]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if any(h.series for h in spec_of(n).hypers)])
+def test_matrices_have_one_round_of_newton_schulz_at_least(name: str) -> None:
+    """Without one the step would be a normalized momentum, of which no name and no number tells."""
+    cls, p = getattr(optim, spec_of(name).class_name), torch.nn.Parameter(torch.ones(3, 3))
+    for rounds in (0, -1):
+        with pytest.raises(ValueError, match=f"ns_steps must be a whole number >= 1 and < 100, got {rounds}"):
+            cls([p], ns_steps=rounds)
+    assert cls([p], ns_steps=1).param_groups[0]["ns_steps"] == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,7 +19,7 @@ class Muon(Optimizer):
     momentum         the decay of the momentum: a number, >= 0, < 1
     ns_coefficients  the coefficients of Newton-Schulz: a triple, a list of them, or the name of a set
     eps              added to the norm that Newton-Schulz divides by: a number, > 0
-    ns_steps         the rounds of Newton-Schulz: a whole number, None: that of ns_coefficients, >= 0, < 100
+    ns_steps         the rounds of Newton-Schulz: a whole number, None: that of ns_coefficients, >= 1, < 100
     scale_floor      the least rows / columns under the root that scales a step: a number, >= 0
     adamw_lr         the learning rate of parameters that AdamW steps: a number, >= 0; rises and falls with lr, and
                      is lr with adamw=True
