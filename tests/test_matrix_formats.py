@@ -1,6 +1,8 @@
 """Matrix states in 8 bits: their codecs within derived bounds, and the states of a rule from step to step."""
 
+import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,12 +37,13 @@ from optgen.lang import (
 )  # fmt: skip
 from optgen.lang.spec import Recurrence
 from optgen.ops import dtypes
+from optgen.runtime.cpu import cpu, native
 from optgen.runtime.layout.plans import load
 from optgen.runtime.options.options import Numbers
 from optgen.runtime.records.keys import step_key, stream_key
 from optgen.runtime.reference import matrices
 from optgen.runtime.reference.matrix_codecs import CODECS
-from optgen.runtime.work import counting
+from optgen.runtime.work import counting, cpp_codecs
 from specs import plans
 
 UNIT = 2.0**-24
@@ -124,6 +127,32 @@ def test_triangular_matrices_keep_their_diagonal_and_a_code_over_it(k: int, seed
     most = 1 - 126 / 128 if random else 1 - 126.5 / 127.5
     assert (error <= blocks(x[:, i, j] / size) * (1 + 2.0**-8) * (most + 8 * UNIT) + 2.0**-126).all()
     assert random or all(map(torch.equal, CODECS["triangular"].encode(read), kept))
+
+
+@pytest.mark.parametrize("isa", ["", "portable"])
+@pytest.mark.parametrize("trait", CODECS)
+def test_cpp_codecs_have_the_bits_of_torch(trait: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of stacks and of sizes around those of blocks and groups, with what no codec can keep among the numbers."""
+    monkeypatch.setenv("OPTGEN_ISA", isa)
+    (library,) = native.load([cpu.MATRIX_CODECS])
+    assert not isinstance(library, native.Unavailable), library
+    codec, given = cpp_codecs.codecs(library, lambda elements: 2)[trait], CODECS[trait]
+    for k, odd in product((1, 2, 7, 64, 65, 131, 200), (None, 0.0, -1e-40, 1e38, math.inf, math.nan)):
+        columns = k if trait in ("symmetric", "triangular") else 3 * k
+        x = drawn(2, k, columns, seed=k) * torch.logspace(0, -9, columns) * (1e-30 if k == 7 else 1)
+        if odd is not None:
+            x[1, 0, -1] = x[1, -1, 0] = x[1, k // 2, k // 2] = odd
+        if trait in ("symmetric", "triangular"):
+            x = x + x.mT if trait == "symmetric" else x.triu()
+        x = x * x.abs() if trait == "low_rank_nonneg" else x
+        over = CODECS["low_rank_nonneg"].encode(drawn(2, k, columns, seed=1).square())
+        for base, random in product(((), over) if trait == "low_rank" else ((),), (False, True)):
+            drawing = noise("left", k, 2) if random and trait not in ("symmetric", "orthogonal") else None
+            kept, wanted = codec.encode(x, *base, noise=drawing), given.encode(x, *base, noise=drawing)
+            for a, b in zip(kept, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+            read, wanted_read = codec.decode(*kept, *base), given.decode(*kept, *base)
+            torch.testing.assert_close(read, wanted_read, rtol=0, atol=0, equal_nan=True)
 
 
 @given(st.integers(1, 20), st.integers(1, 90), st.integers(0, 2**20), st.floats(0, 8))

@@ -37,7 +37,7 @@ SCALARS, MATRICES_OF, MATRIX_CODECS = (
 )
 PACKAGE = (
     SCALARS, "optgen.runtime.records.keys", "optgen.runtime.records.sums", "optgen.runtime.records",
-    "optgen.runtime.records.series", MATRIX_CODECS, MATRICES_OF, "optgen.runtime.reference.eager", tile.__name__,
+    "optgen.runtime.records.series", "optgen.runtime.reference.eager", MATRIX_CODECS, MATRICES_OF, tile.__name__,
     "optgen.runtime.layout.layout", "optgen.runtime.records.whole_states",
 )  # fmt: skip
 """The modules of the package that a file takes definitions of as they stand, in their order in the file."""

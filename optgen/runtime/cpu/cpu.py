@@ -26,12 +26,14 @@ from optgen.runtime.cpu import join, native
 from optgen.runtime.layout import workspace
 from optgen.runtime.records import Variant, dtype_name
 from optgen.runtime.records.join import Pair
-from optgen.runtime.work import staged
+from optgen.runtime.work import cpp_codecs, staged
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import HostScalars
 
 SERIAL = 64 * 1024
 """Elements in all below which one thread does the work: starting a second takes as long as they do."""
+
+MATRIX_CODECS = native.Job("matrices", '#include "matrices.h"\n')
 
 Step = Callable[..., int]
 """(address of the table, tensors, addresses of the scalars and step keys, threads; in parts, the stages) -> 0."""
@@ -65,11 +67,18 @@ def job(plan: Pair, variant: Variant, grad: torch.dtype) -> native.Job:
 
 
 def kernels(buckets: Sequence[Bucket]) -> list[Step | native.Unavailable]:
-    """Return the function of each bucket's kernel, compiled if new; Unavailable in the place of one that failed."""
+    """Return the function of each bucket's kernel, compiled if new; Unavailable in the place of one that failed.
+
+    Buckets take codecs of matrix states, too."""
     jobs = [job(b.plan, b.variant, b.grad_dtype) for b in buckets]
+    coded = [b for b in buckets if b.variant.eager.matrices]
+    *libraries, codecs = native.load([*jobs, *([MATRIX_CODECS] if coded else jobs[:1])])
+    for bucket in coded:
+        if not isinstance(codecs, native.Unavailable):
+            bucket.codecs = cpp_codecs.codecs(codecs, threads)
     return [
         made if isinstance(made, native.Unavailable) else _function(made, bucket)
-        for made, bucket in zip(native.load(jobs), buckets, strict=True)
+        for made, bucket in zip(libraries, buckets, strict=True)
     ]
 
 

@@ -10,22 +10,20 @@ two products would cost more than all other work of a step of SOAP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from optgen.runtime.records import MATRIX_BLOCK
+from optgen.runtime.reference.eager import sqrt
 
 _LAST, _TINY = 127.0, 2.0**-126
 _LEAST, _MOST, _OCTAVES = 0x20000000, 0x5F700000, 32 << 8
 """The range of a root, 2^-63 to 2^63.9, as fp32 patterns, and the widest of a block, in units of 2^15 of a pattern."""
 NAN = -128
 """A scale that reads as NaN."""
-AT_ONCE = 2**16
-"""Numbers that are worked on at a time on a CPU."""
-
 
 Noise = Callable[[int, int], Tensor]
 """(start, stop) -> uniform numbers in [0, 1), fp32 (..., stop - start, 64), of the blocks of a state."""
@@ -39,14 +37,6 @@ class MatrixCodec(NamedTuple):
 
     encode: Callable[..., tuple[Tensor, ...]]
     decode: Callable[..., Tensor]
-
-
-def panels(x: Tensor, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield the ends of stretches of rows like those of x (..., rows, columns): on a CPU what is made of one stays in
-    its caches, while each new tensor of the size of a matrix costs page faults, 9 ms for 3072 x 3072."""
-    each = x.shape[:-2].numel() * x.shape[-1]
-    size = max(AT_ONCE // max(each, 1), 1) if x.device.type == "cpu" else max(rows, 1)
-    return ((a, min(a + size, rows)) for a in range(0, rows, size))
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -63,19 +53,18 @@ def _coded(x: Tensor, noise: Noise | None = None, dense: bool = False) -> tuple[
     dense  twice as many codes near 0, softsign's
     """
     flat = _blocks(x)
-    codes = torch.empty_like(flat, dtype=torch.int8)
-    scale = torch.empty_like(flat[..., :1], dtype=torch.int16)
-    for a, b in panels(flat, flat.shape[-2]):
-        some = flat[..., a:b, :]
-        size = some.abs()
-        top = size.amax(-1, keepdim=True).view(torch.int32)
-        up = torch.where(top < 0x7F800000, (top + 0x7FF0).clamp(max=0x7F7F8000), 0x7FC00000)
-        scale[..., a:b, :] = up >> 15
-        by = _scales(scale[..., a:b, :]).clamp(min=_TINY)
-        place = ((some * 2).div_(size.add_(by)) if dense else torch.div(some, by, out=size)).mul_(_LAST)
-        place = place.round_() if noise is None else place.add_(noise(a, b)).floor_()
-        codes[..., a:b, :] = place.clamp_(-_LAST, _LAST)
-    return codes.flatten(-2)[..., : x.shape[-2:].numel()].reshape(x.shape), scale
+    size = flat.abs()
+    top = size.amax(-1, keepdim=True).view(torch.int32)
+    scale = torch.where(top < 0x7F800000, (top + 0x7FF0).clamp(max=0x7F7F8000), 0x7FC00000) >> 15
+    by = _scales(scale).clamp(min=_TINY)
+    place = (flat * 2 / (size + by) if dense else flat / by) * _LAST
+    return _rounded(place, noise, -_LAST, x.shape), scale.to(torch.int16)
+
+
+def _rounded(place: Tensor, noise: Noise | None, least: float, shape: torch.Size) -> Tensor:
+    """Return the codes of blocks in the shape of their matrices, to nearest without noise."""
+    place = place.round() if noise is None else (place + noise(0, place.shape[-2])).floor()
+    return place.clamp(least, _LAST).to(torch.int8).flatten(-2)[..., : shape[-2:].numel()].reshape(shape)
 
 
 def _scales(scale: Tensor) -> Tensor:
@@ -84,13 +73,9 @@ def _scales(scale: Tensor) -> Tensor:
 
 def _read(codes: Tensor, scale: Tensor, dense: bool = False) -> Tensor:
     """Return what codes read as, in their shape.  The product has 15 bits, so that code 127 reads as the scale."""
-    flat = _blocks(codes)
-    out = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
-    for a, b in panels(flat, flat.shape[-2]):
-        some = flat[..., a:b, :].float()
-        torch.mul(some, _scales(scale[..., a:b, :]), out=out[..., a:b, :])
-        out[..., a:b, :].div_(2 * _LAST - some.abs_() if dense else _LAST)
-    return out.flatten(-2)[..., : codes.shape[-2:].numel()].reshape(codes.shape)
+    flat = _blocks(codes).float()
+    read = flat * _scales(scale) / (2 * _LAST - flat.abs() if dense else _LAST)
+    return read.flatten(-2)[..., : codes.shape[-2:].numel()].reshape(codes.shape)
 
 
 def _sizes(diagonal: Tensor) -> Tensor:
@@ -108,11 +93,9 @@ def _folded(x: Tensor, down: Tensor, across: Tensor) -> Tensor:
     k = x.shape[-1]
     half, width = k + 1 >> 1, k - 1
     at = torch.arange(k, device=x.device)
-    folded = x.new_empty(*x.shape[:-2], half, width)
-    for a, b in panels(x, half):
-        both = (slice(k - b, k - a), slice(a, b))
-        long, short = (x[..., i, :width] / down[..., i, :] / across.mT[..., :width] for i in both)
-        torch.where(at[a:b, None] + at[:width] < width, long.flip(-2), short.flip(-1), out=folded[..., a:b, :])
+    x = (x / down / across.mT)[..., :width]
+    long, short = x[..., k - half :, :].flip(-2), x[..., :half, :].flip(-1)
+    folded = torch.where(at[:half, None] + at[:width] < width, long, short)
     folded[..., k >> 1 :, k >> 1 :] = 0
     return folded
 
@@ -120,9 +103,8 @@ def _folded(x: Tensor, down: Tensor, across: Tensor) -> Tensor:
 def _unfolded(folded: Tensor, k: int) -> Tensor:
     """Return (..., k, k) whose strict lower triangle was folded; nothing else of it is defined."""
     x = folded.new_empty(*folded.shape[:-2], k, k)
-    for a, b in panels(x, k + 1 >> 1):
-        x[..., k - b : k - a, : k - 1] = folded[..., a:b, :].flip(-2)
-        x[..., a : min(b, k >> 1), : k - 1] = folded[..., a : min(b, k >> 1), :].flip(-1)
+    x[..., k >> 1 :, : k - 1] = folded.flip(-2)
+    x[..., : k >> 1, : k - 1] = folded[..., : k >> 1, :].flip(-1)
     return x
 
 
@@ -131,18 +113,15 @@ def _diagonal(x: Tensor) -> Tensor:
 
 
 def _encode_symmetric(x: Tensor, noise: Noise | None = None) -> tuple[Tensor, ...]:
-    root = _sizes(diagonal := _diagonal(x)).sqrt()
+    root = sqrt(_sizes(diagonal := _diagonal(x)))
     return *_coded(_folded(x, root, root)), diagonal
 
 
 def _decode_symmetric(codes: Tensor, scale: Tensor, diagonal: Tensor) -> Tensor:
-    k, root = diagonal.shape[-2], _sizes(diagonal).sqrt()
+    k, root = diagonal.shape[-2], sqrt(_sizes(diagonal))
     x = _unfolded(_read(codes, scale), k)
-    for a, b in panels(x, k):
-        rows = x[..., a:b, :b].mul_(root[..., a:b, :]).mul_(root.mT[..., :b])
-        x[..., :a, a:b] = rows[..., :a].mT
-        square = rows[..., a:].tril(-1)
-        torch.add(square, square.mT, out=rows[..., a:])
+    x = x.mul_(root).mul_(root.mT).tril_(-1)
+    x = x + x.mT
     x.diagonal(dim1=-2, dim2=-1).copy_(diagonal[..., 0])
     return x
 
@@ -165,16 +144,13 @@ def _encode_nonneg(x: Tensor, noise: Noise | None = None) -> tuple[Tensor, Tenso
     Both are kept in 16 bits, rounded down and up (..., blocks, 2); what is further than 32 octaves below the largest
     counts as so far below.
     """
-    flat = _blocks((x + 0.0).sqrt_()).view(torch.int32)
+    flat = _blocks(sqrt(x + 0.0)).view(torch.int32)
     least, most = flat.amin(-1, keepdim=True), flat.amax(-1, keepdim=True)
     high = (most.clamp(_LEAST, _MOST) >> 15) + 1
     low = torch.maximum(least.clamp(_LEAST, _MOST) >> 15, high - _OCTAVES)
     ends = torch.cat([low, high], -1).where((most < 0x7F800000) & (least >= 0), NAN)
     place = flat.clamp_(_LEAST, _MOST).sub_(low << 15).float().div_((high - low << 15) // 255)
-    place = place.clamp_(min=0).sub_(_LAST + 1)
-    place = place.round_() if noise is None else place.add_(noise(0, flat.shape[-2])).floor_()
-    codes = place.clamp_(-_LAST - 1, _LAST).to(torch.int8)
-    return codes.flatten(-2)[..., : x.shape[-2:].numel()].reshape(x.shape), ends.to(torch.int16)
+    return _rounded(place.clamp_(min=0).sub_(_LAST + 1), noise, -_LAST - 1, x.shape), ends.to(torch.int16)
 
 
 def _root(codes: Tensor, ends: Tensor) -> Tensor:

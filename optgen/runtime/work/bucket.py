@@ -16,6 +16,7 @@ from torch import Tensor
 from optgen.runtime.layout import layout, sharded_states, sharding, workspace
 from optgen.runtime.records import Variant, keys
 from optgen.runtime.records.join import Pair
+from optgen.runtime.reference.matrix_codecs import CODECS, MatrixCodec
 from optgen.runtime.states import state, views
 from optgen.runtime.work.counting import DeviceStep, Lines, capturing
 
@@ -41,6 +42,7 @@ class Bucket:
     names          of the parameters, or their positions where they have none: "0.weight"
     written        (tensor of the user, contiguous copy that the step writes): copied back in `finish`
     kernel         the compiled function of the C++ backend
+    codecs         of matrix states, by trait
     cut            the dimensions of matrices that lie over several ranks, or "work" on matrices that all of them hold:
                    {"row"}; the same for all parameters
     shards         the layout over ranks of each parameter that is a DTensor; params, grads and states are its parts
@@ -73,6 +75,7 @@ class Bucket:
     names: list[str | int] = field(default_factory=list)
     written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     kernel: Callable[..., int] | None = None
+    codecs: Mapping[str, MatrixCodec] = field(default_factory=lambda: CODECS)
     cut: frozenset[str] = frozenset()
     shards: list[sharded_states.ShardedParameter | None] = field(default_factory=list)
     workers: dict[int, tuple[sharding.Layout, tuple[int, ...]]] = field(default_factory=dict)

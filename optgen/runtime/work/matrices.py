@@ -20,7 +20,6 @@ from optgen.runtime.layout.workspace import Workspace, entries
 from optgen.runtime.records import Field, Stage, Variant
 from optgen.runtime.records.warn import warn
 from optgen.runtime.reference import matrices as functions
-from optgen.runtime.reference.matrix_codecs import CODECS
 from optgen.runtime.states import state
 from optgen.runtime.work import counting, workers
 from optgen.runtime.work.bucket import Bucket
@@ -238,7 +237,8 @@ class _Function:
         """Return an operand in fp32, or as it is."""
         if name not in self.eager.matrices:
             return fields[name]
-        return CODECS[self.eager.matrices[name]].decode(*map(fields.__getitem__, self.bucket.variant.coded(name)))
+        codec = self.bucket.codecs[self.eager.matrices[name]]
+        return codec.decode(*map(fields.__getitem__, self.bucket.variant.coded(name)))
 
     def _encode(self, named: Mapping[str, Tensor], fields: dict[str, Tensor], streams: Tensor, key: int) -> None:
         """Put the results into `fields`, as they are stored; what others are relative to comes first."""
@@ -248,7 +248,7 @@ class _Function:
             if name in traits:
                 noise = functions.rounding(name, key, streams) if name in self.eager.random else None
                 base = [fields[x] for x in variant.owned(self.eager.over.get(name, ""))]
-                new = CODECS[traits[name]].encode(*new, *base, noise=noise)
+                new = self.bucket.codecs[traits[name]].encode(*new, *base, noise=noise)
             fields |= zip(_columns(variant, [name]), new, strict=True)
 
 
