@@ -115,7 +115,7 @@ def cancelling(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> frozenset[str
     Such a step stays if each m is multiplied by c and its v by c squared.  That is tried where weight, gradient and eps
     are small beside them, early and late, with hyper-parameters beside their defaults and other scalars of the model.
     """
-    found = {s.normalized_by for s in spec.present(dict(flags)) if s.normalized_by}
+    found = {s.normalized_by for s in spec.present(dict(flags)) if s.normalized_by and s.space == spaces.elem}
     return frozenset(v for v in found if all(_cancels(spec, v, at) for at in spec.at_steps(dict(flags))))
 
 
