@@ -132,7 +132,7 @@ def test_triangular_matrices_keep_their_diagonal_and_a_code_over_it(k: int, seed
 @pytest.mark.parametrize("isa", ["", "portable"])
 @pytest.mark.parametrize("trait", CODECS)
 def test_cpp_codecs_have_the_bits_of_torch(trait: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of stacks and of sizes around those of blocks and groups, with what no codec can keep among the numbers."""
+    """Stacks, sizes around those of blocks and groups, and numbers that no codec can keep have the same bits."""
     monkeypatch.setenv("OPTGEN_ISA", isa)
     (library,) = native.load([cpu.MATRIX_CODECS])
     assert not isinstance(library, native.Unavailable), library
