@@ -41,7 +41,7 @@ from tools import write_types
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-NAMES = ("contract", "precision", "checkpoints", "memory", "muon", "widths")
+NAMES = ("contract", "precision", "checkpoints", "memory", "muon", "views", "widths")
 PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
 ELSEWHERE = ("@optimizer", "from generated import", "from mine import", "torch.cuda")
 """The marks of blocks that stand in files, or need them or a GPU."""
