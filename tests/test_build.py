@@ -411,7 +411,7 @@ def test_triton_keeps_a_compiled_kernel_under_all_of_its_sweep() -> None:
 
     one = KernelSweep(9, 3, ((0, None),))
     others = [KernelSweep(9, 3, ((0, None, "block"),))]
-    names = [f.name for f in fields(one) if f.name != "values"]  # see tests/test_join.py
+    names = [f.name for f in fields(one) if f.name not in ("values", "views")]  # see tests/test_join.py
     others += [replace(one, **{name: "another"}) for name in names]  # type: ignore[arg-type]
     assert len({x.cache_key for x in (one, *others)}) == 1 + len(others)
     assert KernelSweep(9, 3, ((0, None),)).cache_key == one.cache_key

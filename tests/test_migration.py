@@ -40,10 +40,10 @@ def allowed(key: str, kept: dict[str, torch.Tensor]) -> torch.Tensor:
     signed, nonneg = (bounds.one_step_bound(f).total for f in (int8_split24.signed, int8_split24.nonneg))
     if key == "exp_avg_sq":  # so much of the root
         return ((1 + nonneg) ** 2 - 1) * kept[key]
-    if key == "exp_avg":  # so much of the block's largest quotient with the stored root, times that root
+    if key == "exp_avg":  # so much of the block's largest quotient, times the stored root, whose error m has as well
         root = kept["exp_avg_sq"].sqrt()
-        largest = (kept[key].abs() / root).max() / (1 - nonneg) * (1 + 2**-8)
-        return signed * largest * root * (1 + nonneg)
+        largest = (kept[key].abs() / root).max() * (1 + 2**-8)
+        return signed * largest * root * (1 + nonneg) + nonneg * kept[key].abs()
     return torch.zeros(())  # few values: fp32, as they are
 
 
