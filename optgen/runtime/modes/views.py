@@ -70,8 +70,8 @@ class ViewedLinear(nn.Linear):
                 f"{label} was written to since the view {name} was made of it: after a change of weights between steps "
                 f"(a loaded state dict, an edit in place, a new parameter) call use_views(model) again"
             )
-        weight: Tensor = _Shown.apply(self.weight, views.shown(self.weight, name))  # type: ignore[no-untyped-call]
-        return nn.functional.linear(input, weight, self.bias)
+        through: Any = _Shown.apply
+        return nn.functional.linear(input, through(self.weight, views.shown(self.weight, name)), self.bias)
 
 
 class ViewHandle:
