@@ -116,7 +116,14 @@ def cancelling(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> frozenset[str
     are small beside them, early and late, with hyper-parameters beside their defaults and other scalars of the model.
     """
     found = {s.normalized_by for s in spec.present(dict(flags)) if s.normalized_by and s.space == spaces.elem}
-    return frozenset(v for v in found if all(_cancels(spec, v, at) for at in spec.at_steps(dict(flags))))
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for so small matrices, others take CPU time by waiting alone
+    try:
+        return frozenset(v for v in found if all(_cancels(spec, v, at) for at in spec.at_steps(dict(flags))))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _cancels(spec: Spec, second: str, flags: dict[str, bool]) -> bool:
