@@ -163,7 +163,7 @@ def _place(spec: Spec, trace: Trace, bad: Node, roots: list[Node]) -> Loc:
     return next((trace.places[n.uid] for n in users if n.uid in trace.places), spec.loc)
 
 
-def _scalars(spec: Spec, flags: Mapping[str, bool]) -> dict[str, float]:
+def host_values(spec: Spec, flags: Mapping[str, bool]) -> dict[str, float]:
     """The hyper-parameters' defaults, and 1/2 for those that a derived flag says are not zero."""
     out = {part: value for h in spec.hypers for part, value in zip(h.parts, h.values, strict=True)}
     for f in spec.flags:
@@ -216,9 +216,9 @@ def _walked(
     reduces = any(n.op in REDUCTIONS for n in postorder(roots))
     for grid in (full, *((one,) for one in full)) if reduces else (full,):
         run = ProbedTensor(grid, min(len(gs), len(grid)))
-        scalars = _scalars(spec, flags) | {s.name: s.init for s in spec.present_host(flags)}
+        scalars = host_values(spec, flags) | {s.name: s.init for s in spec.present_host(flags)}
         kept = {"p": [p for p, _ in grid], "g": [g for _, g in grid]}
-        kept |= {s.name: _first_values(s, scalars, kept["p"]) for s in spec.present(flags)}
+        kept |= {s.name: first_values(s, scalars, kept["p"]) for s in spec.present(flags)}
         for step in steps:
             values = run.values(roots, scalars | {"step": float(step)}, kept)
             yield run, step, values
@@ -226,7 +226,7 @@ def _walked(
             scalars |= {name: kept[name][0] for name in trace.host_states}
 
 
-def _first_values(state: StateDecl, scalars: Mapping[str, float], p: list[float]) -> list[float]:
+def first_values(state: StateDecl, scalars: Mapping[str, float], p: list[float]) -> list[float]:
     """The values of a state before the first step, for each element."""
     if state.init == "param":
         return list(p)

@@ -29,9 +29,11 @@ L20 weights to evaluate with have the noise of the state that they are made of
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import mul, sub
 from typing import Any
 
 from optgen.base.errors import UserError
@@ -51,6 +53,7 @@ ORDER = {"error": 0, "warning": 1, "note": 2}
 
 TYPICAL = 0.9  # a decay that is 0 by default and in use
 STEPS, LOST = 1000, 0.5  # after so many steps the noise of a sum may be this much of what it is a multiple of
+SIDE = 8  # rows and columns of the weight on which a rule is tried
 LATE = 1e6 + 1  # the step of which decays are: first steps are forgotten, and it is no multiple of an interval
 
 LIFTS = (
@@ -116,48 +119,61 @@ def cancelling(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> frozenset[str
     are small beside them, early and late, with hyper-parameters beside their defaults and other scalars of the model.
     """
     found = {s.normalized_by for s in spec.present(dict(flags)) if s.normalized_by and s.space == spaces.elem}
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for so small matrices, others take CPU time by waiting alone
-    try:
-        return frozenset(v for v in found if all(_cancels(spec, v, at) for at in spec.at_steps(dict(flags))))
-    finally:
-        torch.set_num_threads(threads)
+    return frozenset(v for v in found if all(_cancels(spec, v, at) for at in spec.at_steps(dict(flags))))
 
 
 def _cancels(spec: Spec, second: str, flags: dict[str, bool]) -> bool:
-    import torch
-
-    def numbers() -> torch.Tensor:
-        return torch.randn(32, 32, generator=draws, dtype=torch.float64)
-
-    def first(s: StateDecl) -> torch.Tensor:
-        """Other second moments are larger here and smaller there; what is no moment is a gradient."""
-        if s.nonneg:
-            return torch.exp2((1 if s.name == second else 8) * numbers() - 12)
-        return (1 / 64 if s.name in powers else 1e-9) * numbers()
-
-    draws, present = torch.Generator().manual_seed(0), spec.present(flags)
-    p, g, c = 1e-6 * numbers(), 1e-9 * numbers(), torch.exp2(numbers().round())
-    powers = {s.name: c for s in present if s.normalized_by == second} | {second: c * c}
-    states = {s.name: first(s) for s in present if s.space == spaces.elem}
-    model = [s.name for s in present if s.space == spaces.model]
-    given = _beside(spec) | flags
+    trace = spec.trace(flags)
+    if any(n.op in ("matmul", "call") for n in postorder(trace.new.values())):
+        return False  # these mix elements whose c differ
+    scalars = _beside(spec, flags)
+    kept, powers = _moments(spec, second, flags, scalars)
+    run = probe.ProbedTensor(tuple(zip(kept["p"], kept["g"], strict=True)), SIDE)
     for t in 5.0, 1e6:
-        kept = [{name: x * c.get(name, 1.0) for name, x in states.items()} for c in ({}, powers)]
-        (p0, once, _), (p1, again, _) = (spec.evaluate(p, g, t, x, **given) for x in kept)
-        pairs = [(p0 - p, p1 - p), *((x * powers.get(name, 1.0), again[name]) for name, x in once.items())]
-        if p0.equal(p) or not all(torch.allclose(a, b, rtol=1e-2, atol=1e-9) for a, b in pairs):
-            return False
-        states |= dict.fromkeys(model, torch.tensor(0.5, dtype=p.dtype))
+        more = kept | {name: list(map(mul, kept[name], x)) for name, x in powers.items()}
+        once, again = (run.values(list(trace.new.values()), scalars | {"step": t}, x) for x in (kept, more))
+        for name, node in trace.new.items():
+            wanted = list(map(mul, once[node.uid], powers[name])) if name in powers else once[node.uid]
+            if not _agree(wanted, again[node.uid], kept["p"] if name == "p" else None):
+                return False
+        kept |= {s.name: [0.5] * run.size for s in spec.present(flags) if s.space == spaces.model}
     return True
 
 
-def _beside(spec: Spec) -> dict[str, Any]:
-    """Return hyper-parameters a little under their defaults, and 1/2 for those that flags ask of."""
-    given: dict[str, Any] = {h.name: 0.99 * h.default for h in spec.hypers if isinstance(h.default, float)}
-    return given | {f.nonzero: 0.5 for f in spec.flags if f.nonzero and not spec.defaults[f.nonzero]}
+def _beside(spec: Spec, flags: Mapping[str, bool]) -> dict[str, float]:
+    """Return hyper-parameters a little under their defaults, and 1/2 for those that flags ask of; host states."""
+    given = probe.host_values(spec, flags) | {s.name: s.init for s in spec.present_host(flags)}
+    asked = {f.nonzero for f in spec.flags}
+    return given | {h.name: 0.99 * h.default for h in spec.hypers if type(h.default) is float and h.name not in asked}
+
+
+def _agree(a: list[float], b: list[float], before: list[float] | None) -> bool:
+    """Return True if values are as good as equal; of a weight, if what a step adds is, and is not 0."""
+    if before is not None:
+        a, b = list(map(sub, a, before)), list(map(sub, b, before))
+    moved = before is None or any(a)
+    return moved and all(abs(x - y) <= 1e-9 + 1e-2 * abs(y) for x, y in zip(a, b, strict=True))
+
+
+def _moments(
+    spec: Spec, second: str, flags: dict[str, bool], scalars: Mapping[str, float]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return a weight, a gradient and states, and what the moments are multiplied by."""
+    draws, present = random.Random(0), spec.present(flags)
+
+    def numbers(size: float, of: Callable[[float], float] = float) -> list[float]:
+        return [size * of(draws.gauss(0, 1)) for _ in range(SIDE * SIDE)]
+
+    def first(s: StateDecl) -> list[float]:
+        """Other second moments are larger here and smaller there; what is no moment is a gradient."""
+        if s.nonneg:
+            return numbers(2**-12, lambda x: 2 ** (x if s.name == second else 8 * x))
+        return numbers(1 / 64 if s.name in powers else 1e-9)
+
+    p, c = numbers(1e-6), numbers(1, lambda x: 2 ** round(x))
+    powers = {s.name: c for s in present if s.normalized_by == second} | {second: [x * x for x in c]}
+    kept = {s.name: first(s) if s.space == spaces.elem else probe.first_values(s, scalars, p) for s in present}
+    return kept | {"p": p, "g": numbers(1e-9)}, powers
 
 
 def _number(decay: Any, values: Mapping[str, float]) -> float | None:

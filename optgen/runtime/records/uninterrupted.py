@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 _signal: Any = sys.modules["_signal"]
-"""What `signal` is made of: its own functions turn handlers into enums and back, which takes several microseconds."""
+"""The module under `signal`, whose own functions turn handlers into enums and back in several microseconds."""
 
 
 class Uninterrupted:
