@@ -6,6 +6,7 @@ import doctest
 import math
 import time
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -499,6 +500,15 @@ def test_matrices_are_not_checked_by_numbers_where_there_is_no_torch() -> None:
         print(*sorted({str(x.message) for x in found}), sep=", ")
     """)
     assert said == "torch is not installed: traits and halves of matrices are not checked by numbers\n"
+
+
+def test_records_are_generated_where_there_is_no_torch() -> None:
+    lines = dedent("""
+        from optgen.driver import load, record_text
+        for name in ("adamw", "lamb"):
+            print(record_text.rule_lines(load.find_spec(name), "fast"))
+    """)
+    assert python('import sys\nsys.modules["torch"] = None\n' + lines) == python(lines)
 
 
 def test_settings_that_a_needed_hyper_parameter_rules_out_do_not_exist() -> None:
