@@ -17,8 +17,6 @@ COMPLEX = {
     "passes/convert.py: Converter.__call__",
     "passes/cut.py: Cutter.choices",
     "passes/cut.py: Names.__init__",
-    "runtime/modes/watch.py: Buffer.__init__",
-    "runtime/modes/watch.py: Watch.begin",
 }
 """The functions above COMPLEXITY: what reads worse when it is split. The list only shrinks."""
 
@@ -52,10 +50,10 @@ def test_no_function_is_complex() -> None:
 
 LINES = {
     "": 911, "backends": 2616, "base": 583, "convert": 663, "driver": 4669, "formats": 2996, "integrations": 260,
-    "ir": 956, "lang": 4548, "lower": 359, "ops": 648, "optim": 44, "passes": 1988, "runtime": 1387,
+    "ir": 956, "lang": 4548, "lower": 359, "ops": 648, "optim": 44, "passes": 1988, "runtime": 1385,
     "runtime/checkpoint": 1667, "runtime/cpu": 981, "runtime/gpu": 2977, "runtime/layout": 1519,
-    "runtime/modes": 1475, "runtime/options": 880, "runtime/records": 2108, "runtime/reference": 1216,
-    "runtime/states": 634, "runtime/step": 2001, "runtime/work": 1555, "verify": 1565, "tests": 33764,
+    "runtime/modes": 1365, "runtime/options": 880, "runtime/records": 2108, "runtime/reference": 1216,
+    "runtime/states": 634, "runtime/step": 2001, "runtime/work": 1555, "verify": 1565, "tests": 33763,
     "tools": 5487, "docs": 4355,
 }  # fmt: skip
 """The most lines of a room of optgen/, of tests/, tools/ and docs/, with docstrings and comments; they only go down."""

@@ -493,8 +493,6 @@ class Optimizer(Checkpointed):
         if self._watch is not None:
             self._watch.begin(self._owner())
         self._offload.step(self._owner(), self._stepper)
-        if self._watch is not None:
-            self._watch.end()
 
     @_disable_dynamo
     def _count_idle(self) -> None:

@@ -1,8 +1,8 @@
 """The flight recorder: norms and shares of every tensor, measured around a step on a sample of its elements.
 
-A watched step copies the sampled elements of weights, gradients and states, lets the very same kernels run, copies the
-weights and states again, and reduces both in a few operations for all tensors that are stored alike.  Results are
-summed on the device and copied to the host without waiting for it; they are handed over once they have arrived.
+A watched step copies the sampled elements of weights, gradients and states, lets the very same kernels run, and
+compares the copies with what is there then.  Results are summed on the device and copied to the host without waiting
+for it; they are handed over once they have arrived.
 
 Tensors of at most `sample` elements are measured whole.  Of a larger one, runs of RUN elements at equal distances are;
 they move on with every watched step, so that none stays unseen, but for up to seven at the end of a tensor.  A norm is
@@ -12,9 +12,8 @@ that of the sample times the square root of (elements / sampled).
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -23,10 +22,8 @@ from torch._compile import _disable_dynamo
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import plans, sharding
-from optgen.runtime.layout.plans import Label
-from optgen.runtime.layout.workspace import sent
 from optgen.runtime.options import entries
-from optgen.runtime.options.entries import Entry, Owner
+from optgen.runtime.options.entries import Owner
 from optgen.runtime.records import EIGHT, Field, Variant, as_int
 from optgen.runtime.records.join import Pair
 from optgen.runtime.states import state
@@ -38,6 +35,9 @@ RUN = 256
 SAMPLE = 1024
 """Elements of a tensor that are measured by default: the norm of normally distributed ones is then within 2.2 % (one
 standard deviation, 1 / sqrt(2 * 1024))."""
+
+TURN = (math.sqrt(5) - 1) / 2
+"""Multiples of it modulo 1 come near every number: the part of the way that runs have moved at each watched step."""
 
 Numbers = dict[str, float]
 Callback = Callable[[int, dict[str, Numbers]], object]
@@ -51,181 +51,92 @@ class Writer(Protocol):
         """Add one number under the name of its curve."""
 
 
+Rows = list[tuple[str, Tensor, Tensor, Mapping[str, Any]]]
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-class Spots(NamedTuple):
-    """The sampled entries of a flat tensor whose EIGHT elements have `width` entries.
-
-    size, strides  of a view of them: runs in which they are, and entries of a run
-    step, moves    how far the runs move from one watched step to the next, before which distance they begin again
-    """
-
-    size: tuple[int, int]
-    strides: tuple[int, int]
-    step: int
-    moves: int
-
-    @classmethod
-    def of(cls, entries: int, sample: int, width: int) -> Spots:
-        run, most = RUN * width // EIGHT, sample * width // EIGHT
-        if entries <= max(most, run):
-            return cls((1, entries), (entries, 1), 0, 1)
-        count, units = max(1, most // run), entries // width
-        stride = units // count
-        moves = units - (count - 1) * stride - run // width + 1
-        step = next(s for s in range(run // width, 0, -1) if math.gcd(s, moves) == 1)  # so that every place is reached
-        return cls((count, run), (stride * width, 1), step * width, moves * width)
-
-    @property
-    def entries(self) -> int:
-        return self.size[0] * self.size[1]
-
-    def view(self, t: Tensor, turn: int) -> Tensor:
-        """Return the view at a watched step."""
-        if not t.is_contiguous() or t.is_neg():
-            t = t.resolve_neg().contiguous()
-        return t.as_strided(self.size, self.strides, t.storage_offset() + turn * self.step % self.moves)
-
-
-class Buffer:
-    """The sampled entries of one kind of tensor, of all parameters of a table, before and after a step.
-
-    entries  (2, runs in all, entries of RUN elements); `fill` where nothing was sampled
-    width    bits of an element that share bytes with others; EIGHT of one with entries of its own
-    owners   int64, (runs in all): the row of the table
-    sampled  elements of each row
-    """
-
-    def __init__(self, like: list[Tensor], sample: int, device: torch.device, field: Field | None) -> None:
-        self.width = width = field.width if field is not None and field.per == EIGHT else EIGHT
-        self.spots = [Spots.of(t.numel(), sample, width) for t in like]
-        self._moving = [(k, spots) for k, spots in enumerate(self.spots) if spots.step]  # others are measured whole
-        run = RUN * width // EIGHT
-        runs = [-(-one.entries // run) for one in self.spots]
-        self.sampled = [one.entries * EIGHT // width for one in self.spots]
-        fill = field.zero if field is not None and field.owner == "p" else 0
-        self.entries = torch.full((2, sum(runs), run), fill, dtype=like[0].dtype, device=device)
-        owners = [k for k, n in enumerate(runs) for _ in range(n)]
-        self.owners = sent(torch.tensor(owners, dtype=torch.int64, device="cpu"), device)
-        self._targets: list[list[Tensor]] = []
-        for half in self.entries.flatten(1).unbind():
-            starts = itertools.accumulate((n * run for n in runs), initial=0)
-            both = zip(self.spots, starts, strict=False)
-            parts = [half[start : start + one.entries].view(one.size) for one, start in both]
-            shapes = (part.shape if one.step else t.shape for one, part, t in zip(self.spots, parts, like, strict=True))
-            self._targets.append([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
-
-    def copy(self, half: int, tensors: list[Tensor], turn: int) -> None:
-        """Copy what the tensors hold before (0) or after (1) a watched step."""
-        for k, spots in self._moving:
-            tensors[k] = spots.view(tensors[k], turn)
-        torch._foreach_copy_(self._targets[half], tensors)
-
-    def sum(self, *columns: Tensor) -> Tensor:
-        """Return the sums (rows, columns) of values (runs)."""
-        values = torch.stack([column.to(torch.float32) for column in columns], 1)
-        return values.new_zeros((len(self.sampled), len(columns))).index_add_(0, self.owners, values)
-
-    def moved(self) -> Tensor:
-        """Return which elements have other bits than before the step."""
-        before, after = self.entries.view(_INTEGERS[self.entries.element_size()]).unbind()
-        if self.width == EIGHT:
-            return before != after
-        shifts = torch.arange(0, 8, self.width, dtype=torch.uint8, device=before.device)
-        return ((before ^ after)[..., None] >> shifts & (1 << self.width) - 1).flatten(1) != 0
-
-
-@functools.lru_cache(maxsize=1024)
-def coded(variant: Variant, owner: str) -> tuple[Field, ...]:
-    """Return the fields of a state, or of "p", that have entries for each element."""
-    found = (f for f in variant.fields if f.owner == owner and f.space == "elem" and not f.part)
-    return tuple(f for f in found if f.per == 1 or f.per == EIGHT)
-
-
-GRADIENT, WEIGHT = "the gradient", "the weight"
-"""The keys of a parameter's tensors that are no field of its state; names of fields are without spaces."""
-
-
-class Sampled(NamedTuple):
-    """The parts on this rank of a parameter, its gradient and its state."""
-
-    name: Label
-    p: Tensor
-    g: Tensor
-    kept: Mapping[str, Any]
-
-    def tensor(self, key: str) -> Tensor:
-        """Return a field of the state, the gradient or the weight."""
-        found: Tensor = self.g if key == GRADIENT else self.p if key == WEIGHT else self.kept[key]
-        return found
+def sampled(t: Tensor, sample: int, turn: int, width: int = EIGHT) -> Tensor:
+    """Return the view of a tensor that is measured at a watched step, whose EIGHT elements have `width` entries."""
+    t = t.resolve_neg().contiguous().view(-1)
+    units, run, count = t.numel() // width, RUN // EIGHT, max(1, sample // RUN)
+    if units <= count * run:
+        return t
+    stride = units // count
+    first = int(turn * TURN % 1 * (units - (count - 1) * stride - run + 1))
+    return t.as_strided((count, run * width), (stride * width, 1), t.storage_offset() + first * width)
 
 
 class WatchTable:
-    """The measurements of parameters that are stored alike, and were around the last watched step.
+    """Parameters that are stored alike, or their parts on this rank, around a watched step.
 
-    rows     the positions of the parameters in the list of a step
-    buffers  by the key of the tensors
+    rows    name, weight, gradient and state of each
+    fields  those of the weight and the states that have entries for each element
+    before  sampled entries of these and of the parameters: "p" or state -> field -> (entries, elements of each row)
     """
 
-    def __init__(self, pair: Pair, variant: Variant, rows: list[int], found: Sequence[Sampled], sample: int) -> None:
-        self.pair, self.variant, self.rows = pair, variant, rows
-        self.params = [found[k].p for k in rows]
-        self.names = [str(found[k].name) for k in rows]
-        self.owners = {owner: fields for owner in ("p", *variant.states) if (fields := coded(variant, owner))}
-        self.buffers: dict[str, Buffer] = {}
-        each: dict[str, Field | None] = {GRADIENT: None, WEIGHT: None}
-        each |= {f.name: f for own in self.owners.values() for f in own}
-        for key, field in each.items():
-            like = [found[k].tensor(key) for k in rows]
-            self.buffers[key] = Buffer(like, sample, self.params[0].device, field)
+    def __init__(self, pair: Pair, variant: Variant, rows: Rows, sample: int, turn: int) -> None:
+        self.rows, self.sample, self.turn, self.storage = rows, sample, turn, plans.storage(pair, variant)
+        wide = (f for f in variant.fields if f.space == "elem" and not f.part)
+        self.fields = [f for f in wide if f.per in (1, EIGHT)]
+        self.g, self.sampled = self._entries([g for _, _, g, _ in rows])
+        self.before = self._read()
 
-    def copy(self, half: int, found: Sequence[Sampled], turn: int) -> None:
-        """Sample weights and states before (0) or after (1) a step, gradients before it."""
-        for key, buffer in self.buffers.items():
-            if not (half and key == GRADIENT):
-                buffer.copy(half, [found[k].tensor(key) for k in self.rows], turn)
+    def _entries(self, tensors: list[Tensor], width: int = EIGHT) -> tuple[Tensor, list[int]]:
+        parts = [sampled(t, self.sample, self.turn, width).flatten() for t in tensors]
+        return torch.cat(parts).to(self.rows[0][1].device), [x.numel() * EIGHT // width for x in parts]
 
-    def _moved(self, *keys: str) -> Tensor:
-        """Return how many elements have other bits than before, by runs."""
-        return _count(functools.reduce(torch.logical_or, [self.buffers[key].moved() for key in keys]))
+    def _read(self) -> dict[str, dict[Field | None, tuple[Tensor, list[int]]]]:
+        found: dict[str, dict[Field | None, tuple[Tensor, list[int]]]]
+        found = {"p": {None: self._entries([p for _, p, _, _ in self.rows])}}
+        for f in self.fields:
+            entries = self._entries([kept[f.name] for *_, kept in self.rows], _width(f))
+            found.setdefault(f.owner, {})[f] = entries
+        return found
 
     def reduce(self) -> Tensor:
-        """Return the sums of each parameter: fp32 (parameters, 5 and 1 for each state)."""
-        weight, low = self.buffers[WEIGHT], [f.name for f in self.owners.get("p", ())]
-        parts = [self.buffers[key].entries.flatten() for key in (WEIGHT, *low)]
-        before, after = plans.storage(self.pair, self.variant).weight(parts).view(weight.entries.shape).unbind()
-        g = self.buffers[GRADIENT].entries[0].to(torch.float32)
-        update = after - before
-        squares = (torch.linalg.vector_norm(x, dim=1).square() for x in (after, g, update))
-        sums = weight.sum(*squares, (g * update).sum(1), self._moved(WEIGHT, *low))
-        states = [own for owner, own in self.owners.items() if owner != "p"]
-        still = (self.buffers[own[0].name].sum(self._moved(*(f.name for f in own))) for own in states)
-        return torch.cat([sums, *still], 1)
+        """Return the sums of each parameter after the step: fp32 (rows, 4 and shares of the weight and each state)."""
+        after = self._read()
+        old, new = (self.storage.weight([x for x, _ in own["p"].values()]) for own in (self.before, after))
+        g, update = self.g.to(torch.float32), new - old
+        parts = [torch.split(x, self.sampled) for x in (new, g, update)]
+        norms = [torch.stack(torch._foreach_norm(x)) for x in parts]
+        dots = [torch.dot(*both) for both in zip(*parts[1:], strict=True)]
+        still = [_still(self.before[x], after[x]) for x in after]
+        return torch.stack([*norms, torch.stack(dots), *still], 1)
 
     def numbers(self, sums: list[list[float]]) -> dict[str, Numbers]:
         """Return the numbers of each parameter, by name."""
         made: dict[str, Numbers] = {}
-        for k, (name, p, (weight, gradient, update, dot, *moved)) in enumerate(
-            zip(self.names, self.params, sums, strict=True)
-        ):
-            n = self.buffers[WEIGHT].sampled[k]
-            up = p.numel() / n
-            row = {
-                "weight_norm": math.sqrt(weight * up), "gradient_norm": math.sqrt(gradient * up),
-                "update_norm": math.sqrt(update * up), "cosine": _over(-dot, math.sqrt(gradient * update)),
-                "ratio": math.sqrt(_over(update, weight)),
+        for (name, p, *_), n, row in zip(self.rows, self.sampled, sums, strict=True):
+            weight, gradient, update, dot, *still = row
+            up = math.sqrt(p.numel() / n)
+            made[name] = {
+                "weight_norm": weight * up, "gradient_norm": gradient * up, "update_norm": update * up,
+                "cosine": _over(-dot, gradient * update), "ratio": _over(update, weight),
+                **{f"{'weight' if x == 'p' else x}_still": share for x, share in zip(self.before, still, strict=True)},
+                "elements": p.numel(), "sampled": n,
             }  # fmt: skip
-            kept = {"weight": WEIGHT} | {x: own[0].name for x, own in self.owners.items() if x != "p"}
-            for (owner, key), count in zip(kept.items(), moved, strict=True):
-                row[f"{owner}_still"] = 1 - count / self.buffers[key].sampled[k]
-            made[name] = {**row, "elements": p.numel(), "sampled": n}
         return made
 
 
-def _count(x: Tensor) -> Tensor:
-    """Count what is true in each row; torch.count_nonzero takes twice as long."""
-    return x.view(torch.uint8).sum(1, dtype=torch.int32)
+def _width(field: Field | None) -> int:
+    """Return how many entries EIGHT elements have; None is the parameter itself."""
+    return field.width if field is not None and field.per == EIGHT else EIGHT
+
+
+def _still(before: Mapping[Field | None, tuple[Tensor, list[int]]], after: Mapping[Field | None, Any]) -> Tensor:
+    """Return the share of each row's elements of which no entry has other bits than before."""
+    moved = []
+    for field, (old, _) in before.items():
+        kind, bits = _INTEGERS[old.element_size()], _width(field)
+        changed = old.view(kind) ^ after[field][0].view(kind)
+        if bits != EIGHT:
+            shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=old.device)
+            changed = (changed[:, None] >> shifts & (1 << bits) - 1).flatten()
+        moved.append(changed != 0)
+    still, (_, elements) = ~functools.reduce(torch.logical_or, moved), next(iter(before.values()))
+    return torch.stack([x.mean() for x in torch.split(still.to(torch.float32), elements)])
 
 
 def _over(a: float, b: float) -> float:
@@ -261,13 +172,12 @@ class Watch:
         self.turn, self.step = 0, -1
         self._owner = owner
         self._to: Callback = to if callable(to) else functools.partial(_write_scalars, to)
-        self._found, self._tables = list[Sampled](), list[WatchTable]()
-        self._signature, self._known = list[object](), list[WatchTable]()
+        self._tables = list[WatchTable]()
         self._pending: list[Pending] = []
 
     def begin(self, owner: Owner) -> None:
         """Sample parameters before their step, if it is a watched one."""
-        self._found, self._tables = [], []
+        self._tables = []
         if self.step < 0:  # the host waits here, once
             begun = (state.of(owner.states, entry.p) for entry in entries.of(owner.groups))
             self.step = max((state.step_count(one["step"]) or 0 for one in begun if one), default=0)
@@ -278,44 +188,24 @@ class Watch:
                 f"{owner.cls.__name__}.watch: a CUDA graph is being captured, which would repeat one measurement into "
                 f"the same memory: call remove() on what watch() returned before the capture"
             )
-        listed, found, signature = list[Entry](), list[Sampled](), list[object]()
+        with torch.no_grad():
+            self._tables = self._tables_of(owner)
+
+    def _tables_of(self, owner: Owner) -> list[WatchTable]:
+        """Sample the parameters that have a gradient and a state, which a first step makes."""
+        alike: dict[object, tuple[Pair, Variant, Rows]] = {}
         for entry in entries.of(owner.groups):
             p, g, kept = entry.p, entry.p.grad, state.of(owner.states, entry.p)
-            if g is None or not kept:  # a first step makes the state
+            if g is None or not kept:
                 continue
-            if type(p) is not torch.nn.Parameter:
-                p, g, kept = sharding.local(p), sharding.local(g), sharding.locals_of(kept)
-            if not p.numel() or g.layout is not torch.strided or g.shape != p.shape:  # what does not fit, the step says
-                continue
-            found.append(Sampled(entry.name, p, state.materialized(g), kept))
-            listed.append(entry)
-            signature += [id(p), entry.name, p.shape, g.dtype, *kept]
-        with torch.no_grad():
-            if signature != self._signature:
-                self._known = self._tables_of(owner, listed, found)
-                whole = sum(len(table.rows) for table in self._known) == len(found)
-                self._signature = signature if whole else []  # options that are set back fit again
-            for table in self._known:
-                table.copy(0, found, self.turn)
-        self._found, self._tables = found, list(self._known)
-
-    def _tables_of(self, owner: Owner, listed: list[Entry], found: list[Sampled]) -> list[WatchTable]:
-        """Make a table for the parameters that are stored alike, without those that lack states of their step."""
-        alike: dict[object, tuple[Pair, Variant, list[int]]] = {}
-        for k, (entry, one) in enumerate(zip(listed, found, strict=True)):
-            _, pair, variant = checkpoint.select(owner.cls, entry.group, entry.p, entry.name)
-            if not variant.keys <= one.kept.keys():  # the step says what does not fit
-                continue
-            kind = (pair.name, id(variant), one.p.device, one.g.dtype)
-            alike.setdefault(kind, (pair, variant, []))[2].append(k)
-        return [WatchTable(pair, variant, rows, found, self.sample) for pair, variant, rows in alike.values()]
-
-    def end(self) -> None:
-        """Sample parameters after their step."""
-        with torch.no_grad():
-            for table in self._tables:
-                table.copy(1, self._found, self.turn)
-        self._found = []
+            _, pair, variant = checkpoint.select(owner.cls, entry.group, p, entry.name)
+            p, g, kept = sharding.local(p), sharding.local(g), sharding.locals_of(kept)
+            fits = variant.keys <= kept.keys() and g.layout is torch.strided and g.shape == p.shape
+            if fits and p.numel():  # what does not fit, the step says
+                kind = pair.name, id(variant), p.device
+                row = str(entry.name), p, state.materialized(g), kept
+                alike.setdefault(kind, (pair, variant, []))[2].append(row)
+        return [WatchTable(*table, self.sample, self.turn) for table in alike.values()]
 
     @_disable_dynamo
     def finish(self) -> None:
