@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from optgen.runtime.layout import sharding
+from optgen.runtime.layout import plans, sharding
 from optgen.runtime.states import low_bits as bits
 from optgen.runtime.states import state
 
@@ -46,6 +46,8 @@ def cast_model(
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"cast_model: dtype must be a floating-point dtype, got {dtype!r}")
+    if dtype.itemsize == 1:
+        raise TypeError(f"cast_model: {dtype} holds no weights without scales: {plans.EIGHT_BITS}")
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     modules = dict(model.named_modules(remove_duplicate=False))
     _check_patterns("keep", keep, [*modules, *(name for name, _ in tensors)], "module, parameter or buffer")

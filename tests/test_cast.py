@@ -209,6 +209,7 @@ def test_a_dtensor_whose_part_has_another_dtype_is_not_stepped() -> None:
     [
         (torch.int8, [], TypeError, "floating-point"),
         ("bfloat16", [], TypeError, "floating-point"),
+        (torch.float8_e5m2, [], TypeError, "without scales: keep weights in torch.bfloat16.*views="),
         (torch.bfloat16, ["haed"], ValueError, "did you mean 'head'"),
         (torch.bfloat16, "head", TypeError, "list of patterns"),
     ],

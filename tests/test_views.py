@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import optgen
 from optgen.base.errors import UserError
-from optgen.formats import Blocked, LogMinMax, Plan
+from optgen.formats import Blocked, LogMinMax, Plan, Split
 from optgen.formats.views import VIEWS
 from optgen.integrations.torchao import mx_tensor
 from optgen.runtime.cpu import native
@@ -210,6 +210,11 @@ def test_linear_layers_compute_with_views_and_learn() -> None:
         view = opt.views(p)["mxfp8_rows"]
         assert torch.equal(m[0](x), nn.functional.linear(x, view.dequantize(BF16), m[0].bias))
         assert torch.equal(view.dequantize(), mx_tensor(view).dequantize(FP32))
+        rceil, emulated = mx.ScaleCalculationMode.RCEIL, mx.KernelPreference.EMULATED
+        how = mx.QuantizeTensorToMXKwargs(torch.float8_e4m3fn, 32, rceil, emulated)
+        theirs = mx.MXTensor.to_mx(p.detach(), torch.float8_e4m3fn, 32, rceil, emulated, act_quant_kwargs=how)
+        bias = m[0].bias.detach()
+        assert torch.equal(nn.functional.linear(x, mx_tensor(view), bias), nn.functional.linear(x, theirs, bias))
         assert not torch.equal(view.dequantize(BF16), p)
         m[0](x).sum().backward()
         given, shown = p.grad, nn.Parameter(view.dequantize(BF16))
@@ -358,3 +363,32 @@ def test_blocks_of_states_hold_whole_blocks_of_views(block: int) -> None:
     wrong = Plan("Wrong.", views=("mxfp8_rows",), name="wrong", **states)
     with pytest.raises(UserError, match=rf"beside states in blocks of {block} .*use blocks of 32 or 64 or 128"):
         optgen.compile("adamw", wrong)
+
+
+def test_a_parameter_of_8_bits_is_refused_with_what_to_do() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        with pytest.raises(TypeError, match=r"not built for float8_\w+ parameters: keep weights in .*bfloat16.*views="):
+            optgen.optim.AdamW([nn.Parameter(torch.ones(64, 64).to(dtype))], lr=1e-3)
+    with pytest.raises(UserError, match=r"Split\('e4m3'\)") as found:
+        Split("e4m3")  # type: ignore[arg-type]
+    assert "docs/views.md" in found.value.hint
+
+
+def test_what_torch_does_to_parameters_of_8_bits() -> None:
+    """What the page of views names as the reasons: copies forget the gradients' dtype, and nothing knows the scale."""
+    scale, layer = 2.0**-10, nn.Linear(32, 4, bias=False, dtype=BF16)
+    given, x = copy.deepcopy(layer.state_dict()), torch.randn(3, 32, dtype=BF16)
+    p = layer.weight = nn.Parameter((layer.weight.detach() / scale).to(torch.float8_e4m3fn))
+    p.grad_dtype = BF16
+    for _ in range(2):
+        nn.functional.linear(x, p.to(BF16) * scale).sum().backward()
+    assert p.grad is not None and p.grad.dtype == BF16
+    forgetful = copy.deepcopy(p)
+    nn.functional.linear(x, forgetful.to(BF16) * scale).sum().backward()
+    assert forgetful.grad.dtype == p.dtype
+    with pytest.raises(NotImplementedError, match="Float8_e4m3fn"):
+        nn.functional.linear(x, forgetful.to(BF16) * scale).sum().backward()
+    with torch.autocast("cpu", BF16):
+        assert layer(x.float()).abs().max() > 100 * nn.functional.linear(x, p.to(BF16) * scale).abs().max()
+    layer.load_state_dict(given)
+    assert p.to(BF16).abs().max() < 2 * given["weight"].abs().max()  # which reads as a weight of scale 1, not 2^-10

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optgen.formats import Plan
 from tools.demo import mean_and_interval, mean_and_spread
 from tools.demo_model import Corpus, Run, Size, corpus, loss_of, train
 from tools.prose import packed, table
@@ -104,17 +105,18 @@ TUNED = (  # lr: the authors' default, at which the search begins; adamw_lr: the
 )
 
 
-def make(rule: Rule, plan: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def make(rule: Rule, plan: str | Plan, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """Return the optimizer of a rule, with two groups where the rule treats embeddings and the head apart."""
     import optgen
 
-    cls, options = optgen.compile(rule.spec, plan=plan), {**rule.options, "lr": lr}
+    cls = optgen.compile(rule.spec, plan=plan)
+    options = {**rule.options, "lr": lr, "plan": plan if isinstance(plan, str) else plan.name}
     named = list(model.named_parameters())
     if not rule.aside:
-        return cls([p for _, p in named], plan=plan, **options)
+        return cls([p for _, p in named], **options)
     apart = [p for name, p in named if p.ndim < 2 or name.split(".")[0] in ("tokens", "positions", "head")]
     body = [p for name, p in named if all(p is not q for q in apart)]
-    return cls([{"params": body}, {"params": apart, **rule.aside}], plan=plan, **options)
+    return cls([{"params": body}, {"params": apart, **rule.aside}], **options)
 
 
 OF_FP32 = ("fp32", "int8")
@@ -188,7 +190,7 @@ def with_table(page: str, heading: str, lines: list[str]) -> str:
 
 def rules_of(part: str) -> tuple[Rule, ...]:
     """Return the rules of "tuned" or of "fixed", where AdamW has every plan with states below fp32."""
-    from optgen.formats import Plan, floats
+    from optgen.formats import floats
     from specs import plans
 
     if part == "tuned":

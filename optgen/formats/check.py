@@ -26,9 +26,9 @@ class Placed:
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
 
-def refusal(loc: Any, what: str, want: str) -> UserError:
+def refusal(loc: Any, what: str, want: str, hint: str = "") -> UserError:
     """Return the error for `what` is no format, or no part of one, at a place; `want` says what to use."""
-    return UserError("E305", loc=loc, what=what, want=want)
+    return UserError("E305", loc=loc, what=what, want=want, hint=hint)
 
 
 def is_whole(x: object) -> TypeGuard[int]:

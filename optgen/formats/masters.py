@@ -103,7 +103,9 @@ class Split(Placed, Master):
 
     def __post_init__(self) -> None:
         if not is_whole(self.bits) or self.bits not in (8, 16):
-            raise refusal(self.loc, f"Split({self.bits!r})", "8 or 16 further bits")
+            hint = 'Plan(..., views=("mxfp8_rows",)) is for layers that compute with 8-bit weights (docs/views.md)'
+            hint = hint if isinstance(self.bits, str) else ""
+            raise refusal(self.loc, f"Split({self.bits!r})", "8 or 16 further bits", hint)
         check_words(self)
 
     def __str__(self) -> str:

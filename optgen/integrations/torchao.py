@@ -10,7 +10,15 @@ from optgen.integrations import framework
 
 
 def mx_tensor(view: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Return a view of `opt.views(p)` as torchao's MXTensor, in the same memory; it reads as numbers of `dtype`."""
+    """Return a view of `opt.views(p)` as torchao's MXTensor, in the same memory; it reads as numbers of `dtype`.
+
+    In a product torchao makes the other factor MXFP8, too.  Matrix units of sm_100 and later multiply, by
+    torch._scaled_mm; other devices emulate it.
+    """
     mx = framework("torchao.prototype.mx_formats.mx_tensor")
-    how = framework("torchao.quantization.quantize_.common.kernel_preference").KernelPreference.AUTO
-    return mx.MXTensor(view.codes, view.scales, view.codes.dtype, 32, dtype, how, None, False)
+    kernels = framework("torchao.quantization.quantize_.common.kernel_preference").KernelPreference
+    device = view.codes.device
+    units = device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (10, 0)
+    kernel = kernels.AUTO if units else kernels.EMULATED
+    other = mx.QuantizeTensorToMXKwargs(view.codes.dtype, 32, mx.ScaleCalculationMode.RCEIL, kernel)
+    return mx.MXTensor(view.codes, view.scales, view.codes.dtype, 32, dtype, kernel, other, False)

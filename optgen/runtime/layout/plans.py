@@ -48,6 +48,9 @@ STRICT = "strict"
 FULL = "fp32_states"
 """The name that stands for the plan of the group, as it keeps small tensors."""
 
+EIGHT_BITS = 'keep weights in torch.bfloat16; layers compute with 8 bits of them under a plan of views=("mxfp8_rows",)'
+"""What to do instead of making parameters floats of 8 bits."""
+
 Recorded = tuple[tuple[Label, str], ...]
 """The plans of single parameters, under "overrides" in their group: a plan's name, or FULL."""
 
@@ -167,7 +170,8 @@ def variant(
                 return v
     if name not in pair.dtypes:
         built = ", ".join(pair.dtypes)
-        raise TypeError(f"plan {pair.name!r} was not built for {name} parameters (it was for: {built})")
+        mend = f": {EIGHT_BITS}" if dtype.itemsize == 1 else f" (it was for: {built})"
+        raise TypeError(f"plan {pair.name!r} was not built for {name} parameters{mend}")
     raise ValueError(f"plan {pair.name!r} has no kernel for {name} parameters with {setting}")
 
 
