@@ -224,6 +224,29 @@ def test_linear_layers_compute_with_views_and_learn() -> None:
     assert all(type(layer) in (nn.Linear, nn.GELU, nn.LayerNorm) for layer in m)
 
 
+def test_compiled_models_compute_with_the_view_of_each_step() -> None:
+    """In one graph, which is traced before the steps and the edit."""
+    m, x = model(), torch.randn(5, 64, dtype=BF16)
+    opt = optgen.compile("adamw", VIEWED)(m.named_parameters(), lr=1e-2)
+    opt.use_views(m)
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    first = compiled(x)
+    for _ in range(2):
+        compiled(x).square().mean().backward()
+        given = m[0].weight.grad
+        opt.zero_grad()
+        m(x).square().mean().backward()
+        assert torch.equal(given, m[0].weight.grad)
+        opt.step()
+        opt.zero_grad()
+        assert torch.equal(compiled(x), m(x))
+    assert not torch.equal(compiled(x), first)
+    with torch.no_grad():
+        m[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"0\.weight was written to since"):
+        compiled(x)
+
+
 def test_a_stale_view_is_an_error_until_it_is_made_again() -> None:
     m = model()
     opt = optgen.compile("adamw", VIEWED)(m.named_parameters(), lr=1e-2)
@@ -375,7 +398,7 @@ def test_a_parameter_of_8_bits_is_refused_with_what_to_do() -> None:
 
 
 def test_what_torch_does_to_parameters_of_8_bits() -> None:
-    """What the page of views names as the reasons: copies forget the gradients' dtype, and nothing knows the scale."""
+    """Check the reasons that docs/views.md names: copies forget the gradients' dtype, and nothing knows the scale."""
     scale, layer = 2.0**-10, nn.Linear(32, 4, bias=False, dtype=BF16)
     given, x = copy.deepcopy(layer.state_dict()), torch.randn(3, 32, dtype=BF16)
     p = layer.weight = nn.Parameter((layer.weight.detach() / scale).to(torch.float8_e4m3fn))

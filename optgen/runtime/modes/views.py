@@ -43,16 +43,33 @@ def _problem(p: Tensor, variant: Variant) -> str:
     return ""
 
 
+def _read(weight: Tensor, view: str, label: str) -> Tensor:
+    """Return the weight as its view has it; RuntimeError where the view is that of another value."""
+    if not views.is_fresh(views.kept(weight).get(view), weight):
+        raise RuntimeError(
+            f"{label} was written to since the view {view} was made of it: after a change of weights between steps "
+            f"(a loaded state dict, an edit in place, a new parameter) call use_views(model) again"
+        )
+    return views.shown(weight, view).dequantize(weight.dtype)
+
+
 class _Shown(torch.autograd.Function):
     """The weight as its view has it; the gradient is the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, view: ViewTensors) -> Tensor:
-        return view.dequantize(weight.dtype)
+    def forward(ctx: Any, *read: Any) -> Tensor:
+        return _read(*read)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
+
+
+# The same as an operator: torch.compile does not look into it, so that compiled forwards check the view, too.
+_OPERATOR = "(Tensor weight, str view, str label) -> Tensor"
+_viewed = torch.library.custom_op("optgen::viewed", _read, mutates_args=(), schema=_OPERATOR)
+_viewed.register_fake(lambda weight, view, label: weight.new_empty(weight.shape))
+_viewed.register_autograd(lambda ctx, grad: (grad, None, None))
 
 
 class ViewedLinear(nn.Linear):
@@ -64,14 +81,8 @@ class ViewedLinear(nn.Linear):
     shown: tuple[str, str]
 
     def forward(self, input: Tensor) -> Tensor:
-        name, label = self.shown
-        if not views.is_fresh(views.kept(self.weight).get(name), self.weight):
-            raise RuntimeError(
-                f"{label} was written to since the view {name} was made of it: after a change of weights between steps "
-                f"(a loaded state dict, an edit in place, a new parameter) call use_views(model) again"
-            )
-        through: Any = _Shown.apply
-        return nn.functional.linear(input, through(self.weight, views.shown(self.weight, name)), self.bias)
+        through: Any = _viewed if torch.compiler.is_compiling() else _Shown.apply
+        return nn.functional.linear(input, through(self.weight, *self.shown), self.bias)
 
 
 class ViewHandle:
