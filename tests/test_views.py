@@ -411,6 +411,9 @@ def test_what_torch_does_to_parameters_of_8_bits() -> None:
     assert forgetful.grad.dtype == p.dtype
     with pytest.raises(NotImplementedError, match="Float8_e4m3fn"):
         nn.functional.linear(x, forgetful.to(BF16) * scale).sum().backward()
+    for unknown in (p.detach().norm, p.isfinite, lambda: p.detach().lerp_(p.detach(), 0.5)):
+        with pytest.raises(NotImplementedError, match="Float8_e4m3fn"):
+            unknown()
     with torch.autocast("cpu", BF16):
         assert layer(x.float()).abs().max() > 100 * nn.functional.linear(x, p.to(BF16) * scale).abs().max()
     layer.load_state_dict(given)
