@@ -104,13 +104,3 @@ def test_a_project_of_ones_own(python: Callable[..., str], tmp_path: Path) -> No
         print(generated.__file__)
     """)
     assert str(tmp_path) in out
-
-
-def test_what_fuzz_needs_is_named_where_it_is_missing(python: Callable[..., str]) -> None:
-    out = python("""
-        import sys
-        sys.modules["hypothesis"], sys.stderr = None, sys.stdout
-        from optgen.driver.cli import main
-        assert main(["fuzz", "adamw"]) == 3
-    """)
-    assert out == "missing: hypothesis, which this needs: pip install hypothesis\n"

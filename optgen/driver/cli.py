@@ -13,7 +13,6 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import optgen
@@ -298,7 +297,6 @@ def fuzz(t: Terminal, given: Namespace) -> None:
     from optgen.driver import fuzz as f
 
     one = f.read_example(given.case) if given.case is not None else None
-    f.keep_away_from(Path.cwd())
     result = f.fuzz(
         found, chosen, count=given.examples, random_seed=given.seed, backend=given.backend, maths=maths,
         steps=given.steps, case=one, reference=given.spec,

@@ -11,7 +11,6 @@ from optgen.base import ready
 
 NEEDED = ("torch", "sympy", "jinja2")
 OPTIONAL = {
-    "hypothesis": "`optgen fuzz` needs it: pip install hypothesis",
     "triton": "without Triton optimizers step in eager PyTorch on GPUs: right, but slow",
 }
 

@@ -1,26 +1,24 @@
 """`optgen fuzz`: test random steps of a generated optimizer against the derived bounds and the fp64 oracle.
 
-Hypothesis draws the adversarial part (shapes with tails, scales from 1e-38 to 1e38, zeros, dtypes, flags, hyper-
-parameters within their ranges, the number of steps); a seed fills in the numbers. Every element of every value is
-held to its own bound, and the worst case is reported. A violation is shrunk and comes with the command that repeats it.
+Examples are drawn from shapes with tails, scales from 1e-38 to 1e38, zeros, dtypes, flags, hyper-parameters within
+their ranges, and numbers of steps; a seed fills in the numbers. Every element of every value is held to its own bound,
+and the worst case is reported. A violation is made simpler and comes with the command that repeats it.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import random
 import shlex
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import islice
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, reject, seed, settings
-from hypothesis import strategies as st
-from hypothesis.configuration import set_hypothesis_home_dir
 from torch import Tensor
 
 from optgen.base.errors import UserError
@@ -31,7 +29,6 @@ from optgen.formats.plan import Plan
 from optgen.lang.declare import HyperDecl
 from optgen.lang.spec import Spec
 from optgen.lower import needs_matrix
-from optgen.runtime.cpu import cache
 from optgen.runtime.layout import layout
 from optgen.runtime.records import fed_name
 from optgen.verify.differential import Report, Trial
@@ -84,46 +81,51 @@ def read_example(text: str) -> Example:
 # -- drawing
 
 
-def _hyper_values(decl: HyperDecl, whole: bool) -> st.SearchStrategy[Any]:
-    """Draw from the default, small changes of it, and the ends of its range; `whole`: from positive whole numbers."""
+def _hyper_value(draw: random.Random, decl: HyperDecl, whole: bool) -> Any:
+    """Draw the default, a small change of it, or an end of its range; `whole`: a positive whole number."""
 
-    def one(default: float) -> st.SearchStrategy[float]:
-        shrunk = [default * f for f in (1.0, 0.5, 0.1, 1e-3, 10.0)] + [1 - (1 - default) * f for f in (0.1, 10.0)]
+    def one(default: float) -> float:
+        changed = [default * f for f in (1.0, 0.5, 0.1, 1e-3, 10.0)] + [1 - (1 - default) * f for f in (0.1, 10.0)]
         ends = [x for x in (decl.ge, decl.le) if x is not None]
-        drawn = [1.0, 2.0, default + 1, default * 10] if whole else [*shrunk, *ends]
-        allowed = sorted({x for x in drawn if decl.allows(x)} - {default})
-        return st.sampled_from([default, *allowed])
+        drawn = [1.0, 2.0, default + 1, default * 10] if whole else [*changed, *ends]
+        return draw.choice([default, *sorted({x for x in drawn if decl.allows(x)} - {default})])
 
     if isinstance(decl.default, bool):
-        return st.booleans()
-    if isinstance(decl.default, tuple):
-        return st.tuples(*(one(x) for x in decl.default))
-    return one(decl.default)
+        return draw.random() < 0.5
+    return tuple(map(one, decl.default)) if isinstance(decl.default, tuple) else one(decl.default)
 
 
-def examples(spec: Spec, *, steps: int) -> st.SearchStrategy[Example]:
-    """Draw examples of a spec; they shrink to the simplest."""
-    free = [f for f in spec.flags if not f.derived]
-    flags = st.fixed_dictionaries({f.name: st.sampled_from([f.default, not f.default]) for f in free})
+def examples(spec: Spec, *, steps: int, seed: int = 0) -> Iterator[Example]:
+    """Yield examples of a spec, others under another seed."""
+    draw = random.Random(seed)
+    free = [f.name for f in spec.flags if not f.derived]
     counts = {f.every for f in spec.flags}  # of steps
-    hypers = st.fixed_dictionaries({}, optional={h.name: _hyper_values(h, h.name in counts) for h in spec.hypers})
-    scale = st.one_of(st.integers(-6, 2), st.integers(-38, 38))
-    return st.builds(
-        Example,
-        shape=st.one_of(st.sampled_from([s for s in SHAPES if math.prod(s) >= 4096]), st.sampled_from(SHAPES)),
-        dtype=st.sampled_from(DTYPES),
-        grad_dtype=st.sampled_from(DTYPES),
-        flags=flags,
-        hypers=hypers,
-        p_scale=st.one_of(st.integers(-3, 1), scale),
-        g_scale=scale,
-        state_scale=st.one_of(st.none(), scale),
-        spread=st.sampled_from([0, 1, 3, 8, 20]),
-        zeros=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
-        steps=st.integers(1, steps),
-        start=st.sampled_from([0, 0, 1, 9, 100]),
-        seed=st.integers(0, 2**16),
-    ).map(lambda example: _allowed(spec, example))
+    large = [s for s in SHAPES if math.prod(s) >= 4096]
+
+    def scale(low: int, high: int) -> int:
+        return draw.randint(*draw.choice([(low, high), (-6, 2), (-38, 38)]))
+
+    while True:
+        changed = (h for h in spec.hypers if draw.random() < 0.5)
+        example = Example(
+            shape=draw.choice(draw.choice([large, SHAPES])), dtype=draw.choice(DTYPES), grad_dtype=draw.choice(DTYPES),
+            flags={name: draw.random() < 0.5 for name in free},
+            hypers={h.name: _hyper_value(draw, h, h.name in counts) for h in changed},
+            p_scale=scale(-3, 1), g_scale=scale(-6, 2), state_scale=draw.choice([None, scale(-6, 2)]),
+            spread=draw.choice([0, 1, 3, 8, 20]), zeros=draw.choice([0.0, 0.5, 0.99, 1.0]),
+            steps=draw.randint(1, steps), start=draw.choice([0, 0, 1, 9, 100]), seed=draw.randrange(2**16),
+        )  # fmt: skip
+        yield _allowed(spec, example)
+
+
+def _simplest(spec: Spec, example: Example, fails: Callable[[Example], bool]) -> Example:
+    """Return the example with each field at its default under which it fails all the same."""
+    until, plain = time.monotonic() + SHRINK_SECONDS, Example()
+    for f in fields(example):
+        other = _allowed(spec, replace(example, **{f.name: getattr(plain, f.name)}))
+        if time.monotonic() < until and fails(other):
+            example = other
+    return example
 
 
 def _allowed(spec: Spec, example: Example) -> Example:
@@ -220,10 +222,6 @@ class Result:
         return self.report.unknown if self.report else {}
 
 
-class _Violation(AssertionError):
-    pass
-
-
 def fuzz(
     spec: Spec,
     plan: Plan,
@@ -240,42 +238,30 @@ def fuzz(
     torch.set_num_threads(1)
     cls = compile_class(spec, plan, maths if backend != "reference" else "fast")
     result = Result(0, None, {})
-    last: list[tuple[Example, str]] = []
-    shrink_until = math.inf
 
-    def one(example: Example) -> None:
-        nonlocal shrink_until
-        if time.monotonic() > shrink_until and example != last[-1][0]:
-            reject()  # shrinking took long enough: the last failure is the answer
-        result.examples += not last
+    def look(example: Example) -> Report | str:
         try:
-            report = run(spec, plan, cls, example, backend=backend, maths=maths)
-            if not report.ok:
-                result.report = report
-                raise _Violation
+            return run(spec, plan, cls, example, backend=backend, maths=maths)
         except Exception as error:
-            shrink_until = min(shrink_until, time.monotonic() + SHRINK_SECONDS)
-            last.append((example, "" if isinstance(error, _Violation) else f"{type(error).__name__}: {error}"))
-            raise
-        _keep(result, report, example)
+            return f"{type(error).__name__}: {error}"
 
-    if case is not None:
-        check: Callable[[], None] = lambda: one(case)  # noqa: E731
-    else:
-        check = settings(
-            max_examples=count, deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck),
-            phases=(Phase.generate, Phase.shrink), report_multiple_bugs=False,
-        )(seed(random_seed)(given(examples(spec, steps=steps))(one)))  # fmt: skip
-    try:
-        check()
-    except Exception:
-        if not last:
-            raise
-        result.failure, result.crash = last[-1]
+    def fails(example: Example) -> bool:
+        found = look(example)
+        return isinstance(found, str) or not found.ok
+
+    for example in [case] if case is not None else islice(examples(spec, steps=steps, seed=random_seed), count):
+        result.examples += 1
+        found = look(example)
+        if not isinstance(found, str) and found.ok:
+            _keep(result, found, example)
+            continue
+        result.failure = example if case is not None else _simplest(spec, example, fails)
+        found = look(result.failure)
+        result.report, result.crash = (result.report, found) if isinstance(found, str) else (found, "")
         command = f"optgen fuzz {reference or spec.name} --plan {plan.name} --backend {backend}"
-        if backend != "reference":
-            command += f" --maths {maths}"
+        command += f" --maths {maths}" * (backend != "reference")
         result.reproduce = f"{command} --case {shlex.quote(result.failure.text())}"
+        break
     return result
 
 
@@ -286,9 +272,3 @@ def _keep(result: Result, report: Report, example: Example) -> None:
         if name not in before or w.ratio > before[name].ratio:
             result.worst_cases[name] = example
     result.report = report if result.report is None else result.report.join(report)
-
-
-def keep_away_from(folder: Path) -> None:
-    """Let Hypothesis keep its files, .hypothesis by default, in the cache folder and not in a user's."""
-    if not (folder / ".hypothesis").is_dir():
-        set_hypothesis_home_dir(cache.folder() / "hypothesis")

@@ -106,7 +106,7 @@ class Terminal:
                 self.error(WRONG_INPUT, str(error), as_fields(error))
             case Missing():
                 self.error(MISSING, f"missing: {error}")
-            case ModuleNotFoundError(name="hypothesis" | "jinja2" | "sympy" | "torch" as name):
+            case ModuleNotFoundError(name="jinja2" | "sympy" | "torch" as name):
                 self.error(MISSING, f"missing: {name}, which this needs: pip install {name}")
             case KeyboardInterrupt():
                 self.error(INTERRUPTED, "interrupted")
