@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import optgen
 from optgen.base.errors import UserError
-from optgen.formats import Blocked, LogMinMax, Plan, Split
+from optgen.formats import Blocked, LogMinMax, Native, Plan, Split
 from optgen.formats.views import VIEWS
 from optgen.integrations.torchao import mx_tensor
 from optgen.runtime.cpu import native
@@ -340,6 +340,8 @@ def test_what_a_view_takes() -> None:
     found = opt.memory().states
     assert (found["mxfp8_rows_codes"], found["mxfp8_rows_scale"]) == (p.numel(), p.numel() // 32)
     assert opt.memory().per_element == 2 + 1 + 2 * (1 + 2 / 64) + 1 + 1 / 32
+    beside = VIEWED.but(master=Native("stochastic"), name="beside")
+    assert optgen.compile("adamw", beside)([p]).memory().per_element == 2 + 2 * (1 + 2 / 64) + 1 + 1 / 32
     give([p], 0)
     opt.step()
     assert sum(x.nbytes for x in stored(p)) == p.numel() * 33 // 32
