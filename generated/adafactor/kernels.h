@@ -83,7 +83,8 @@ OPTGEN_INLINE void adafactor_9(
     F d, F grad_scale_times_grad_scale, F extent_elements, S0 &alpha, S1 &tensor_sum_of_g, S2 &tensor_div
 ) {
     tensor_div.set(
-        alpha.read() / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g.read() / extent_elements) / d)
+        alpha.read()
+        / at_least(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g.read() / extent_elements) / d)
     );
 }
 
@@ -121,7 +122,7 @@ OPTGEN_INLINE void adafactor_no_factored_2(
 ) {
     const F alpha = max(sqrt(tensor_sum_for_alpha.read() / extent_elements), eps2) * lr_min_t_pow_m0p5;  // 42
     tensor_div.set(
-        alpha / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g.read() / extent_elements) / d)
+        alpha / at_least(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g.read() / extent_elements) / d)
     );
 }
 

@@ -71,7 +71,9 @@ OPTGEN_INLINE void came_8(
 ) {
     one_over_one_max_tensor_div.set(
         1.0f
-        / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g.read() / extent_elements) / clip_threshold)
+        / at_least(
+            F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g.read() / extent_elements) / clip_threshold
+        )
     );
 }
 
@@ -167,7 +169,9 @@ OPTGEN_INLINE void came_no_factored_2(
 ) {
     one_over_one_max_tensor_div.set(
         1.0f
-        / max(F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g.read() / extent_elements) / clip_threshold)
+        / at_least(
+            F(1.0f), sqrt(grad_scale_times_grad_scale * tensor_sum_of_g.read() / extent_elements) / clip_threshold
+        )
     );
 }
 

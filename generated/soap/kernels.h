@@ -5,7 +5,7 @@
 template <class S0>
 OPTGEN_INLINE void soap_1(F g, F grad_scale, S0 &g_whole) {
     const F g_2 = grad_scale * g;
-    const F g_ = grad_scale * (g * min(F(1.0f), 100000000000000.0f / abs(g_2)));  // 57
+    const F g_ = grad_scale * (g * at_most(F(1.0f), 100000000000000.0f / abs(g_2)));  // 57
     g_whole.set(g_);
 }
 

@@ -41,16 +41,16 @@ STORED: Mapping[str, str] = {
 BLOCK_LIMITS: Mapping[str, str] = {"block_max": "largest", "block_min": "smallest"}
 # What the printed functions name themselves, call or receive, and C++'s own words.
 RESERVED = frozenset(
-    "abs across ahead alignas alignof and and_eq apart as_float asm at auto b bfloat16 bitand bitor bits "
-    "bits_or_nan BLOCK BLOCKS blocks bool break bytes_of_lanes case catch char char16_t char32_t char8_t "
+    "abs across ahead alignas alignof and and_eq apart as_float asm at at_least at_most auto b bfloat16 bitand bitor "
+    "bits bits_or_nan BLOCK BLOCKS blocks bool break bytes_of_lanes case catch char char16_t char32_t char8_t "
     "class co_await co_return co_yield Column COLUMNS Columns columns compl concept const const_cast "
     "consteval constexpr constinit continue count counter Dealt dealt decltype decode default delete do "
     "double DRAWN dynamic_cast elements_of_tile else encode end enum explicit export extend16 extern F false "
     "fetch fill fill_first first float float16 float32 floor fma for fraction friend gather goto Grad halves "
     "halves_of_lanes I i I16 if INFINITY inline int int16_t INT32_MAX INT32_MIN int32_t int64_t int8_t "
     "integer iota joined k KEPT lane Larger larger largest live load long lookup low16 lshr M mask max "
-    "maximum memcpy memset middle min minimum mutable namespace NAN narrow narrow_half new no_codes noexcept "
-    "NOISE Noise noise not not_eq NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL OPTGEN_L1 "
+    "maximum memcpy memset middle min min_unsigned minimum mutable namespace NAN narrow narrow_half new no_codes "
+    "noexcept NOISE Noise noise not not_eq NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL OPTGEN_L1 "
     "OPTGEN_ONCE OPTGEN_SIMD optgen_step or or_eq P pack Part PARTS "
     "parts PLACE private protected public RAGGED ramp raw read_row register reinterpret_cast requires return "
     "rint rotl run SCALARS scalars search SHARE Share short sign signed sizeof Smaller smaller smallest "
@@ -167,12 +167,19 @@ def _limit(name: str) -> Spelling:
     def spell(p: Printer, n: Node) -> Text:
         assert isinstance(p, CppPrinter)
         exact = n.dtype.is_float and p.phases.program.maths == "strict"
-        # A constant stands first: where the two are equal, zeros of either sign or a NaN, the second one is kept.
-        args = sorted(n.args, key=lambda a: a.op != "const")
+        # A number stands first: where the two are equal, zeros of either sign or a NaN, the second one is kept.
+        args = sorted(n.args, key=lambda a: not _is_number(a))
         texts = [f"{type_of(a.dtype)}({p.text(a)})" if a.op == "const" else p.text(a) for a in args]
-        return f"{f'{name}imum' if exact else name}({', '.join(texts)})", ATOM
+        quick = "at_most" if name == "min" else "at_least"
+        called = f"{name}imum" if exact else quick if n.dtype.is_float and _is_number(args[0]) else name
+        return f"{called}({', '.join(texts)})", ATOM
 
     return spell
+
+
+def _is_number(n: Node) -> bool:
+    """Return True for a constant that is no NaN, and for a choice between two."""
+    return _is_number(n.args[1]) and _is_number(n.args[2]) if n.op == "where" else n.op == "const" and n.attr == n.attr
 
 
 def _min(p: Printer, n: Node) -> Text:
@@ -318,7 +325,7 @@ class Phases:
         self.head = dict(head or {})
         self.nodes = list(postorder([*(let.node for let in sweep.lets), *(s.node for s in sweep.stores)]))
         self.name: dict[int, str] = {}
-        self._taken = set(reserved) | {f"{b.name}_{x}" for b in self.program.buffers for x in ("at", "packed")}
+        self._taken = set(reserved) | {f"{b.name}_{x}" for b in self.program.buffers for x in ("at", "packed", "last")}
         # Scalars keep their position; a name that means something here gets another.
         self.scalar = {let.name: self.fresh(let.name) for let in self.program.host}
         self.phases = self._phases(sweep)
@@ -422,7 +429,8 @@ def assigned(plan: Phases, let: Let, printer: CppPrinter) -> tuple[str, str]:
     return f"const {kind} {name} = {text};", comment_of(let)
 
 
-def stored(plan: Phases, s: Store, printer: CppPrinter, at: str) -> str:
+def stored(plan: Phases, s: Store, printer: CppPrinter, at: str, *, pairs: bool = False) -> str:
+    """Return the line of a store; `pairs`: True where the kernel may put two vectors of bytes together (`paired`)."""
     to, node = f"{s.buffer}_at + {at}", s.node
     if node.op in ("const", "sym") or node.space.name == "host":
         return f"store({to}, {type_of(node.dtype)}({printer.text(node)}));"
@@ -431,8 +439,16 @@ def stored(plan: Phases, s: Store, printer: CppPrinter, at: str) -> str:
     shifted = _shifted(node)
     if shifted is not None:  # the part that is wanted moves down and out in one permutation
         word, bits, size = shifted
-        return f"store_{'byte' if size == 8 else 'half'}<{bits // 8}>({to}, {printer.text(word)});"
+        kind, of, last = f"store_{'byte' if size == 8 else 'half'}", bits // 8, f"{s.buffer}_last"
+        if pairs:
+            return f"{kind}<{of}, N>({s.buffer}_at, {at}, {printer.text(word)}, {last});"
+        return f"{kind}<{of}>({to}, {printer.text(word)});"
     return f"store({to}, {printer.text(node)});"
+
+
+def paired(stores: Iterable[Store]) -> list[str]:
+    """Return the names of what keeps the first vector of two."""
+    return [f"{s.buffer}_last" for s in stores if _shifted(s.node) is not None]
 
 
 def wanted(node: Node) -> Node:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from optgen.backends import cpp
 from optgen.backends.codec import ROOT, UNROUNDED, CodecText, X
-from optgen.backends.cpp import STORED, CppPrinter, Phases, assigned, stored, tables, type_of
+from optgen.backends.cpp import STORED, CppPrinter, Phases, assigned, paired, stored, tables, type_of
 from optgen.backends.cpp_text import NAMES, reached
 from optgen.backends.printer import computed, with_comments
 from optgen.backends.triton_text import C
@@ -229,8 +229,7 @@ def _encoder(codec: CodecText, step: Step, struct: str, fields: str) -> list[str
     loops = [_Loop(plan, k, block) for k in range(len(plan.phases))]
     simple = len(loops) == 1 and not plan.phases[0].blocks  # one loop without blocks' values
     constants = [f"{name} = {n}" for name, n in _constants(plan, loops, given).items() if _CODEC[name] != n]
-    found = [f"{plan.name[n.uid]}_kept[most_of({block}) / {block}]" for loop in loops for n in loop.phase.reductions]
-    members = _data(constants, rooted, found, codec.given)
+    members = _data(constants, rooted, _kept(plan, block), codec.given)
     members += [""] if members else []
     members.append(_constructor(struct, fields, codec.given) if codec.given else f"using {fields}::{fields};")
     members += [] if simple else ["using Codec::blocks, Codec::head, Codec::tail;"]
@@ -241,15 +240,22 @@ def _encoder(codec: CodecText, step: Step, struct: str, fields: str) -> list[str
     return [f"struct {struct} : {fields} {{", *(f"    {x}" if x else "" for x in members), "};"]
 
 
-def _data(constants: Sequence[str], rooted: bool, found: Sequence[str], new: Sequence[str]) -> list[str]:
+def _kept(plan: _CodecPhases, block: int) -> list[str]:
+    """Return what an encoding keeps: the first of two vectors of codes, arrays of what it finds of each block."""
+    found = [n for phase in plan.phases for n in phase.reductions]
+    arrays = [f"{plan.name[n.uid]}_kept[most_of({block}) / {block}]" for n in found]
+    return [*paired(s for phase in plan.phases for s in phase.stores), *arrays]
+
+
+def _data(constants: Sequence[str], rooted: bool, kept: Sequence[str], new: Sequence[str]) -> list[str]:
     """Return the members that are data.
 
-    found  arrays of what is found of each block
+    kept   what it keeps of vectors and blocks
     new    names of the values of rows and columns that encoding reads: the new ones
     """
     out = [f"static constexpr int {', '.join(constants)};"] if constants else []
     out += ["static constexpr bool ROOTED = true;"] if rooted else []
-    out += [f"I {', '.join(found)};"] if found else []
+    out += [f"I {', '.join(kept)};"] if kept else []
     return out + ([f"const float {', '.join(f'*__restrict new_{x}_at' for x in new)};"] if new else [])
 
 
@@ -350,10 +356,12 @@ class _Loop:
         lines: list[tuple[str, str]] = [(x, "") for x in scalars]
         lines += [assigned(plan, let, printer) for let in phase.elements]
         for n in phase.reductions:
-            name, better = plan.name[n.uid], "larger" if n.op == "block_max" else "smaller"
-            lines.append((f"h.{name} = {better}<RAGGED>(h.{name}, {printer.text(n.args[0])}, i, end);", ""))
+            (x,), name, better = n.args, plan.name[n.uid], "larger" if n.op == "block_max" else "smaller"
+            if x.op == "and" and n.op == "block_min":  # of numbers >= +0; a NaN of either sign is larger without one
+                (x, _) = x.args
+            lines.append((f"h.{name} = {better}<RAGGED>(h.{name}, {printer.text(x)}, i, end);", ""))
         roots = {s.buffer: _f(printer, s.node) for s in phase.stores if s.buffer in (ROOT, UNROUNDED)}
-        lines += [(stored(plan, s, printer, "i"), "") for s in phase.stores if s.buffer not in roots]
+        lines += [(stored(plan, s, printer, "i", pairs=True), "") for s in phase.stores if s.buffer not in roots]
         both = f"Roots({roots[ROOT]}, {roots[UNROUNDED]})" if UNROUNDED in roots else roots.get(ROOT, "x")
         lines.append((f"return {both};", ""))
         return [f"    {x}" for x in with_comments(lines, comment_mark="//")]

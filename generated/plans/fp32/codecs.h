@@ -14,11 +14,13 @@ struct weight_bf16_fields : Codec {
 };
 
 struct weight_bf16_nearest : weight_bf16_fields {
+    I code_last;
+
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I x_bits = bits(x);
         const I carry = (x_bits >> 16 & 1) + 32767;
-        store_half<2>(code_at + i, bits_or_nan<N>(as_float(x_bits)) + carry);
+        store_half<2, N>(code_at, i, bits_or_nan<N>(as_float(x_bits)) + carry, code_last);
         return x;
     }
 };

@@ -12,18 +12,19 @@ struct weight_bf16_fields : Codec {
         const U16 code_stored = raw(code_at + i);
         const U8 low_code = raw(low_at + i);
         const I word = joined(code_stored, low_code);
-        return {F(c), as_float(where((word & 0x7fff8000) == 0, word, word - 0x8000))};
+        return {F(c), as_float(word - min(I(0x8000), word & 0x7fff8000))};
     }
 };
 
 struct weight_bf16_stochastic : weight_bf16_fields {
     static constexpr int NOISE = 8, DRAWS = 1;
+    I code_last, low_last;
 
     using weight_bf16_fields::weight_bf16_fields;
     template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head &h, int i, int end, F x, const N &noise) {
         const I word = bits_or_nan<N>(x) + (integer<VALUE>(noise) | 0x8000);
-        store_half<2>(code_at + i, word);
-        store_byte<1>(low_at + i, word);
+        store_half<2, N>(code_at, i, word, code_last);
+        store_byte<1, N>(low_at, i, word, low_last);
         return x;
     }
 };
@@ -209,7 +210,7 @@ struct nonneg_fields : Codec {
 struct nonneg_stochastic : nonneg_fields {
     static constexpr int NOISE = 12, LOOPS = 2, ROOT_LOOP = 1, READS = 3, DRAWS = 2;
     static constexpr bool ROOTED = true;
-    I largest_of_block_kept[most_of(64) / 64], smallest_of_block_kept[most_of(64) / 64];
+    I code_last, largest_of_block_kept[most_of(64) / 64], smallest_of_block_kept[most_of(64) / 64];
 
     using nonneg_fields::nonneg_fields;
     using Codec::blocks, Codec::head, Codec::tail;
@@ -221,7 +222,7 @@ struct nonneg_stochastic : nonneg_fields {
     template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const I pattern = bits(x);
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern + 0x7fffff, i, end);
-        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern & 0x7fffffff, i, end);
+        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
@@ -258,15 +259,15 @@ struct nonneg_stochastic : nonneg_fields {
         const I position = max(I(0), min(bits(x) - h.base, h.base_sub)) * h.scale + offset;
         const I code = lshr(position, 24);
         const F value = as_float(h.start_add + code * h.step_);
-        store_byte<3>(code_at + i, position);
-        return Roots(value, max(x, h.least));
+        store_byte<3, N>(code_at, i, position, code_last);
+        return Roots(value, at_least(h.least, x));
     }
 };
 
 struct nonneg_nearest : nonneg_fields {
     static constexpr int LOOPS = 2, ROOT_LOOP = 1, READS = 3;
     static constexpr bool ROOTED = true;
-    I largest_of_block_kept[most_of(64) / 64], smallest_of_block_kept[most_of(64) / 64];
+    I code_last, largest_of_block_kept[most_of(64) / 64], smallest_of_block_kept[most_of(64) / 64];
 
     using nonneg_fields::nonneg_fields;
     using Codec::blocks, Codec::head, Codec::tail;
@@ -278,7 +279,7 @@ struct nonneg_nearest : nonneg_fields {
     template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const I pattern = bits(x);
         h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern + 0x7fffff, i, end);
-        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern & 0x7fffffff, i, end);
+        h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
@@ -311,7 +312,7 @@ struct nonneg_nearest : nonneg_fields {
         const I position = max(I(0), min(bits(x) - h.start_, h.start_sub)) * h.scale;
         const I code = lshr(position, 24);
         const F value = as_float(h.start_add + code * h.step_);
-        store_byte<3>(code_at + i, position);
-        return Roots(value, max(x, h.least));
+        store_byte<3, N>(code_at, i, position, code_last);
+        return Roots(value, at_least(h.least, x));
     }
 };

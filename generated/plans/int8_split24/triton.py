@@ -13,7 +13,7 @@ from optgen.runtime.gpu.prelude import (
 @triton.jit
 def weight_bf16_decode(c, code_stored, low_code):
     word = joined(code_stored, low_code)
-    return c, tl.where(word & 0x7fff8000 == 0, word, word - 0x8000).to(tl.float32, bitcast=True)
+    return c, (word - tl.minimum(word & 0x7fff8000, 0x8000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -41,12 +41,31 @@ namespace {
 
 #include OPTGEN_SIMD
 
+// Byte (or half) K of every lane.  One permutation puts those of two neighbours together where N's kernel has pairs of
+// them; `last` keeps the first one meanwhile.
+template <int K, class N> inline void store_byte(uint8_t *p, int i, I x, I &last) {
+#ifdef __AVX512VBMI__
+    if constexpr (N::Of::PAIRS)
+        return i & W ? store_bytes<K>(p + i - W, last, x) : void(last = x);
+#endif
+    store_byte<K>(p + i, x);
+}
+template <int K, class N> inline void store_half(uint16_t *p, int i, I x, I &last) {
+#ifdef __AVX512VBMI__
+    if constexpr (N::Of::PAIRS)
+        return i & W ? store_halves<K>(p + i - W, last, x) : void(last = x);
+#endif
+    store_half<K>(p + i, x);
+}
+
 constexpr int VECTOR = 16;  // storage blocks whose values fill one register at the widest
 
-// The elements of a tile, a multiple of 16 blocks: about 2048 where what is kept of them, `kept` arrays of 4
-// bytes, leaves a third of the first-level cache to what is on its way, else about 1024.
+// The elements of a tile, a multiple of 16 blocks: about 2048 where what is kept of them, `kept` arrays of 4 bytes,
+// leaves a part of the first-level cache to what is on its way, else about 1024.  The part is smaller with long vectors:
+// their loops are short, so that what the ends of loops take counts more.
 constexpr int elements_of_tile(int block, int kept) {
-    const int least = VECTOR * block, wanted = 2048 * 4 * kept <= OPTGEN_L1 / 3 * 2 ? 2048 : 1024;
+    const int least = VECTOR * block, room = W == 16 ? OPTGEN_L1 / 4 * 3 : OPTGEN_L1 / 3 * 2;
+    const int wanted = 2048 * 4 * kept <= room ? 2048 : 1024;
     return least < wanted ? wanted / least * least : least;
 }
 
@@ -77,7 +96,8 @@ struct Larger {
 struct Smaller {
     I operator()(I a, I b) const { return min(a, b); }
 };
-// The larger (smaller) of what was found so far and x; of a ragged block, lanes from `end` on left out.
+// The larger of what was found so far and x, the smaller of patterns >= 0; of a ragged block, lanes from `end` on left
+// out.
 template <bool RAGGED> inline I larger(I most, I x, int i, int end) {
     if (RAGGED && i + W > end)
         x = where(iota(i) < I(end), x, I(INT32_MIN));
@@ -86,7 +106,7 @@ template <bool RAGGED> inline I larger(I most, I x, int i, int end) {
 template <bool RAGGED> inline I smaller(I least, I x, int i, int end) {
     if (RAGGED && i + W > end)
         x = where(iota(i) < I(end), x, I(INT32_MAX));
-    return min(least, x);
+    return min_unsigned(least, x);
 }
 inline I largest(const I *rows) { return across(rows, Larger()); }
 inline I smallest(const I *rows) { return across(rows, Smaller()); }

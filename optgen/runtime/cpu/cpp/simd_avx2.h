@@ -57,8 +57,12 @@ inline I where(M c, I a, I b) { return _mm256_blendv_epi8(b.v, a.v, c.v); }
 // The machine's own min and max give the second operand where either is NaN: right but for a NaN in the first.
 inline F min(F a, F b) { return where(a == a, _mm256_min_ps(a.v, b.v), a); }
 inline F max(F a, F b) { return where(a == a, _mm256_max_ps(a.v, b.v), a); }
+// With a number for the first, which is no NaN, that is all.
+inline F at_most(F most, F x) { return _mm256_min_ps(most.v, x.v); }
+inline F at_least(F least, F x) { return _mm256_max_ps(least.v, x.v); }
 inline I min(I a, I b) { return _mm256_min_epi32(a.v, b.v); }
 inline I max(I a, I b) { return _mm256_max_epi32(a.v, b.v); }
+inline I min_unsigned(I a, I b) { return _mm256_min_epu32(a.v, b.v); }
 inline F abs(F a) { return _mm256_and_ps(a.v, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff))); }
 inline F sqrt(F a) { return _mm256_sqrt_ps(a.v); }
 inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a.v, b.v, c.v); }

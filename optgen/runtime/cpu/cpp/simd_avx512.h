@@ -54,8 +54,12 @@ inline I where(M c, I a, I b) { return _mm512_mask_blend_epi32(c.v, b.v, a.v); }
 // The machine's own min and max give the second operand where either is NaN: right but for a NaN in the first.
 inline F min(F a, F b) { return where(a == a, _mm512_min_ps(a.v, b.v), a); }
 inline F max(F a, F b) { return where(a == a, _mm512_max_ps(a.v, b.v), a); }
+// With a number for the first, which is no NaN, that is all.
+inline F at_most(F most, F x) { return _mm512_min_ps(most.v, x.v); }
+inline F at_least(F least, F x) { return _mm512_max_ps(least.v, x.v); }
 inline I min(I a, I b) { return _mm512_min_epi32(a.v, b.v); }
 inline I max(I a, I b) { return _mm512_max_epi32(a.v, b.v); }
+inline I min_unsigned(I a, I b) { return _mm512_min_epu32(a.v, b.v); }
 inline F abs(F a) { return _mm512_abs_ps(a.v); }
 inline F sqrt(F a) { return _mm512_sqrt_ps(a.v); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a.v, b.v, c.v); }
@@ -90,6 +94,21 @@ template <int K> inline __m512i bytes_of_lanes() {
 }
 template <int K> inline void store_byte(uint8_t *p, I x) {
     _mm_storeu_si128((__m128i *)p, _mm512_castsi512_si128(_mm512_permutexvar_epi8(bytes_of_lanes<K>(), x.v)));
+}
+// Those of two vectors, from two registers.
+template <int K> inline void store_bytes(uint8_t *p, I x, I y) {
+    const __m512i to = _mm512_add_epi8(
+        _mm512_setr_epi64(0x1c1814100c080400, 0x3c3834302c282420, 0x5c5854504c484440, 0x7c7874706c686460, 0, 0, 0, 0),
+        _mm512_set1_epi8(K));
+    _mm256_storeu_si256((__m256i *)p, _mm512_castsi512_si256(_mm512_permutex2var_epi8(x.v, to, y.v)));
+}
+template <int K> inline void store_halves(uint16_t *p, I x, I y) {
+    const __m512i to = _mm512_add_epi8(
+        _mm512_setr_epi64(
+            0x0d0c090805040100, 0x1d1c191815141110, 0x2d2c292825242120, 0x3d3c393835343130, 0x4d4c494845444140,
+            0x5d5c595855545150, 0x6d6c696865646160, 0x7d7c797875747170),
+        _mm512_set1_epi8(K));
+    _mm512_storeu_si512(p, _mm512_permutex2var_epi8(x.v, to, y.v));
 }
 #else
 template <int K> inline void store_byte(uint8_t *p, I x) {

@@ -65,8 +65,11 @@ inline I bits_or_nan(F a) { return where(a == a, bits(a), I(0x7fc00000)); }
 // The second operand where the comparison fails, as machines do; a NaN in the first stays.
 inline F min(F a, F b) { return where(a == a, where(a < b, a, b), a); }
 inline F max(F a, F b) { return where(a == a, where(b < a, a, b), a); }
+inline F at_most(F most, F x) { return where(most < x, most, x); }
+inline F at_least(F least, F x) { return where(x < least, least, x); }
 inline I min(I a, I b) { return where(a < b, a, b); }
 inline I max(I a, I b) { return where(a < b, b, a); }
+inline I min_unsigned(I a, I b) { return where(M{(V4u)a.v < (V4u)b.v}, a, b); }
 inline F abs(F a) { return as_float(bits(a) & I(0x7fffffff)); }
 inline F sqrt(F a) {
     F out;

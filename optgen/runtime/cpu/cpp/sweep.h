@@ -130,7 +130,7 @@ template <class C, int SIZE, int AT, class Weight> struct View {
     struct Nothing {
         using Of = View;
     };
-    static constexpr bool SHORT = false;
+    static constexpr bool SHORT = false, PAIRS = false;
 
     template <int L, bool RAGGED, int BLOCK>
     static void loop(C &kept, const typename Weight::stored *from, int blocks, const int *live) {
@@ -182,6 +182,8 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
     static constexpr int LOOPS = loops();
     // True if all NaNs are made of bf16 ones or nothing: their patterns stay NaN with 0x80ff or less added.
     static constexpr bool SHORT = std::is_same<Grad, bfloat16>::value && !(P::WIDE || ... || V::WIDE);
+    // True if a block is made of pairs of vectors.
+    static constexpr bool PAIRS = BLOCK % (2 * W) == 0;
     // True if the weight waits for a later loop: one of 16 bits costs more to read and write than to wait for.
     static constexpr bool APART = BLOCK > 1 && LOOPS > 1 && Rule::APART > (Layout::COLUMNS[0].bytes < 4 ? 0 : 1);
 
