@@ -686,6 +686,46 @@ def blocks_of_rows(here: Here) -> None:
 
 
 @case(2, 3)
+def views_of_rows(here: Here) -> None:
+    """A rank has the views of its rows, by each rule's sweeps; views that need other ranks' rows are refused."""
+    mesh = here.mesh(here.world)
+    viewed = specs.plans.int8_split24.but("A view.", views=("mxfp8_rows",), name="viewed")
+    for rule in ("adamw", "lamb"):
+        cls = optgen.compile(rule, viewed)
+        runs = Runs(here, cls, rows(here, mesh, [(97, 128), (64, 96)], torch.bfloat16), plan="viewed")
+
+        def same_views(change: Callable[[Tensor], object], runs: Runs = runs) -> None:
+            for p, q in zip(runs.alone, runs.parts, strict=True):
+                with torch.no_grad():
+                    change(p)
+                    change(q)
+                whole, part = runs.one.views(p)["mxfp8_rows"], runs.many.views(q)["mxfp8_rows"]
+                for x, y in ((whole.codes, part.codes), (whole.scales, part.scales)):
+                    own = sharding.part_of(x.view(torch.uint8), sharding.layout_of(q))
+                    assert torch.equal(own, y.view(torch.uint8))
+
+        runs.step()
+        same_views(lambda p: p)
+        same_views(lambda p: p.mul_(2))
+        runs.step()
+        same_views(lambda p: p)
+    layer = nn.Linear(96, 64)
+    layer.weight = runs.parts[1]
+    with refused(ValueError, "gather opt.views"):
+        runs.many.use_views(layer)
+    for view, dim, word in (("mxfp8_rows", 1, "dimension 0"), ("fp8", 0, "mxfp8_rows has none")):
+        cls = optgen.compile("adamw", specs.plans.fp32.but("A view.", views=(view,), name=f"fp32_{view}"))
+        piece = Piece(here.values(96, 128), mesh, [Shard(dim)])
+        q = piece.parameter(True)
+        opt = cls([q], backend=here.backend)
+        q.grad = piece.of(here.values(96, 128))
+        with refused(ValueError, word, "plan without views"):
+            opt.step()
+        with refused(ValueError, word):
+            opt.views(q)
+
+
+@case(2, 3)
 def sums_over_the_model(here: Here) -> None:
     """Sums that fp32 takes without rounding, so that their order is none: bit for bit the run on one rank."""
     mesh = here.mesh(here.world)

@@ -1,9 +1,11 @@
-"""Views: each is what torchao's quantizer makes of the weight, all backends write it alike, and none is ever stale."""
+"""Views: each is what torch's or torchao's quantizer makes of the weight, all backends write it alike, and none is ever
+stale."""
 
 from __future__ import annotations
 
 import copy
 import io
+import math
 from typing import Any
 
 import pytest
@@ -14,16 +16,20 @@ import optgen
 from optgen.base.errors import UserError
 from optgen.formats import Blocked, LogMinMax, Native, Plan, Split
 from optgen.formats.views import VIEWS
-from optgen.integrations.torchao import mx_tensor
+from optgen.integrations.torchao import mx_tensor, scaled_tensor
 from optgen.runtime.cpu import native
 from specs import plans
 from tests.training import give, through_file, train
 
 mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
 
 VIEWED = plans.int8_split24.but("With a view of the weight.", views=("mxfp8_rows",), name="viewed")
 PLAIN = plans.fp32.but("With a view of the weight.", views=("mxfp8_rows",), name="plain")
 ROUNDED = plans.bf16_sr.but("With a view of the weight.", views=("mxfp8_rows",), name="rounded")
+ALL = plans.int8_split24.but("With all views of the weight.", views=("mxfp8_rows", "fp8", "nvfp4"), name="all_views")
+SCALED = plans.fp32.but("With views under a scale of the tensor.", views=("nvfp4", "fp8"), name="scaled")
+FP8 = plans.bf16_sr.but("With a view in FP8.", views=("fp8",), name="with_fp8")
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -37,6 +43,24 @@ def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the format's codes and scales of a matrix."""
     made = VIEWS["mxfp8_rows"].encode(x.to(FP32).view(-1, 32))
     return torch.as_tensor(made[""]).view(x.shape), torch.as_tensor(made["scale"]).view(x.shape[0], -1)
+
+
+def quantized_under(x: Tensor, name: str, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes and the scales of blocks, as bytes, that torch (fp8) or torchao (nvfp4) makes of a matrix under
+    a scale of the tensor."""
+    x = x.detach().contiguous()
+    if name == "fp8":
+        codes = (x.float() * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return codes.view(torch.uint8), torch.zeros(0, dtype=torch.uint8)
+    scales, codes = nv.nvfp4_quantize(x, 16, scale)
+    return codes, scales.view(torch.uint8).view(x.shape[0], -1)
+
+
+def exact_scale(x: Tensor, name: str) -> float:
+    """Return the smallest power of two under which a weight has room to double, in fp64; of zeros 2^-12."""
+    top = float(x.detach().double().abs().max())
+    fraction, exponent = math.frexp(top / {"fp8": 224, "nvfp4": 1344}[name])
+    return 2.0 ** (exponent - (fraction == 0.5)) if top else 2.0**-12
 
 
 def exact_scales(x: Tensor) -> Tensor:
@@ -117,13 +141,43 @@ def test_every_code_reads_as_its_number() -> None:
     assert 0.5 < share <= 1
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("rows", [60, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_a_view_under_a_scale_of_the_tensor_is_what_quantizers_make(name: str, rows: int, dtype: torch.dtype) -> None:
+    """Under scales from the smallest to the largest; the codes of a block with a NaN are any in NVFP4.
+
+    torchao makes no number of zeros under scales below 2^-122: its reciprocal is Inf.
+    """
+    x, view = drawn(dtype, rows, rows), VIEWS[name]
+    for exponent in (-126 if name == "fp8" else -120, -12, -3, 0, 7, 60, 126):
+        scale = torch.tensor(2.0**exponent)
+        made = view.encode((x.to(FP32) * scale.reciprocal()).view(-1, view.block))
+        codes, scales = quantized_under(x, name, scale)
+        ours = torch.as_tensor(made[""]).view(x.shape)
+        nan = x.isnan()
+        if name == "nvfp4":
+            ours = ours[:, ::2] | ours[:, 1::2] << 4
+            assert torch.equal(torch.as_tensor(made["scale"]).view(scales.shape), scales)
+            nan = nan.view(rows, -1, 16).any(-1).repeat_interleave(8, 1)
+        assert torch.equal(ours[~nan], codes[~nan])
+        assert name == "nvfp4" or (ours[nan] & 0x7F == 0x7F).all()
+        top = (x.double() / scale).view(rows, -1, view.block).abs().amax(-1)
+        inside = (top > 2.0**-100) & (top < 2.0**120)
+        found = torch.as_tensor(made["top"]).view(rows, -1)[inside].double() - 127
+        reach = {"fp8": 224, "nvfp4": 1344}[name] * torch.exp2(found)
+        assert ((top[inside] <= reach) & (top[inside] > reach / 2)).all()
+
+
 SHAPES = [(96, 128), (64, 96), (130, 64), (8, 32), (3, 96, 64), (40, 80), (4160,), (7,), (2, 0)]
 FEW = [(70, 128), (9, 96), (40, 80)]
 BACKENDS = ["reference", "triton", *(["cpp"] if native.compiler() else [])]
 CASES = [
     ("adamw", VIEWED, SHAPES), ("muon", VIEWED, SHAPES[:4]), ("lamb", ROUNDED, SHAPES), ("sgd", PLAIN, SHAPES),
+    ("adamw", ALL, FEW), ("muon", FP8, FEW[:2]), ("sgd", SCALED, [(8, 32), (3, 96, 64), (70, 48), (4160,)]),
     pytest.param("came", VIEWED, FEW, marks=pytest.mark.full),
     pytest.param("adamw", PLAIN, SHAPES, marks=pytest.mark.full),
+    pytest.param("lamb", ALL, SHAPES, marks=pytest.mark.full),
 ]  # fmt: skip
 
 
@@ -139,11 +193,38 @@ def stepped(cls: Any, backend: str, dtype: torch.dtype, shapes: list[tuple[int, 
     return opt
 
 
-def stored(p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes and the scales of a parameter's view, as rows of bytes."""
-    view = p.__dict__["_optgen_views"]["mxfp8_rows"]
+def stored(p: Tensor, name: str = "mxfp8_rows") -> tuple[Tensor, Tensor]:
+    """Return the codes and the scales of blocks of a parameter's view, as rows of bytes."""
+    view = p.__dict__["_optgen_views"][name]
     rows = p.shape[0] if p.ndim > 1 else 1
-    return view["codes"].reshape(rows, -1), view["scales"].view(torch.uint8).view(rows, -1)
+    scales = view.get(f"{name}_scale", torch.zeros(rows, 0, dtype=torch.uint8))
+    return view[f"{name}_codes"].reshape(rows, -1), scales.view(rows, -1).view(torch.uint8)
+
+
+def scale_of(p: Tensor, name: str) -> Tensor:
+    """Return the tensor's scale of a parameter's view."""
+    found: Tensor = p.__dict__["_optgen_views"][name][f"{name}_tensor"]
+    return found
+
+
+def check(p: Tensor, before: Tensor, name: str) -> None:
+    """Assert that a view is what a quantizer makes of the weight, the tensor's scale that of the weight `before`."""
+    codes, scales = stored(p, name)
+    size = 32 if name == "mxfp8_rows" else 16
+    rows, columns = codes.shape[0], p.numel() // codes.shape[0]
+    blocks = -(-columns // size)
+    x = nn.functional.pad(p.detach().reshape(rows, columns), (0, size * blocks - columns))
+    if name == "mxfp8_rows":
+        made = quantized(x)
+    else:
+        made = quantized_under(x, name, scale_of(p, name))
+        assert float(scale_of(p, name)) == exact_scale(before, name)
+    width = columns if name != "nvfp4" else -(-columns // 8) * 4
+    padded = nn.functional.pad(made[0], (0, max(0, width - made[0].shape[1])))
+    assert torch.equal(codes, padded[:, :width])
+    if made[1].numel():
+        assert torch.equal(scales[:, :blocks], made[1])
+        assert name == "nvfp4" or not scales[:, blocks:].any()
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
@@ -155,17 +236,13 @@ def test_all_backends_write_the_view_of_the_weight_that_they_store(
     cls = optgen.compile(rule, plan)
     for side in BACKENDS:
         few = shapes if side != "triton" else [s for s in shapes if s[0] < 100]
-        for p in stepped(cls, side, dtype, few).param_groups[0]["params"]:
-            if not p.numel():
-                continue
-            codes, scales = stored(p)
-            rows, columns = codes.shape
-            blocks = -(-columns // 32)
-            x = nn.functional.pad(p.detach().reshape(rows, columns), (0, 32 * blocks - columns))
-            made = quantized(x)
-            assert torch.equal(codes, made[0][:, :columns]), (side, p.shape)
-            assert torch.equal(scales[:, :blocks], made[1]), (side, p.shape)
-            assert not scales[:, blocks:].any()
+        opt = cls(weights(few, dtype), lr=1e-2, backend=side)
+        for step in range(2):
+            before = [p.detach().clone() for p in opt.param_groups[0]["params"]]
+            train(opt, range(step, step + 1))
+            for p, old in zip(opt.param_groups[0]["params"], before, strict=True):
+                for name in plan.views if p.numel() else ():
+                    check(p, old, name)
 
 
 @pytest.mark.parametrize("name", ["int8_split24", "fp32", "bf16_sr"])
@@ -247,6 +324,59 @@ def test_compiled_models_compute_with_the_view_of_each_step() -> None:
         compiled(x)
 
 
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_linear_layers_compute_with_views_under_a_scale_of_the_tensor(name: str) -> None:
+    m = model()
+    opt = optgen.compile("adamw", ALL)(m.named_parameters(), lr=1e-2)
+    with opt.use_views(m, name):
+        first = trained(m, opt, 1)
+        assert trained(m, opt, 20) < 0.2 * first
+        view, x = opt.views(m[2].weight)[name], torch.randn(5, 96, dtype=BF16)
+        assert torch.equal(m[2](x), nn.functional.linear(x, view.dequantize(BF16), m[2].bias))
+        assert torch.equal(view.dequantize(), scaled_tensor(view, FP32).dequantize(FP32))
+        error = (view.dequantize() - m[2].weight).abs() / m[2].weight.abs().amax()
+        assert 0.4 < error.max() / {"fp8": 1 / 17, "nvfp4": 17 / 16 / 6}[name] <= 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS[::2])
+def test_the_scale_of_a_tensor_is_that_of_the_weight_before_the_step(backend: str) -> None:
+    """Whatever has happened to the weight between steps; what more than doubles in a step is cut, for that step."""
+    cls = optgen.compile("sgd", FP8)
+    draw = torch.Generator().manual_seed(2)
+    p = nn.Parameter(torch.zeros(64, 128, dtype=BF16))
+    opt = cls([("w", p)], lr=1.0, backend=backend)
+    changes = {
+        "zeros": lambda: None,
+        "steps": lambda: None,
+        "grown": lambda: None,
+        "edited": lambda: p.mul_(64),
+        "loaded": lambda: p.copy_(torch.randn(64, 128, generator=draw) * 1e-4),
+        "restored": lambda: opt.load_state_dict(opt.state_dict()),
+        "moved": lambda: setattr(p, "data", p.detach() * 512),
+        "zeroed": lambda: p.zero_(),
+        "broken": lambda: p[0].fill_(torch.nan),
+        "mended": lambda: p.nan_to_num_(0.5),
+        "unseen": lambda: opt.views(p),
+    }
+    sizes = {"zeros": 0.02, "grown": 40.0}
+    for change, make in changes.items():
+        with torch.no_grad():
+            make()
+        before = p.detach().clone()
+        size = sizes.get(change, 0.1 * float(before.nan_to_num().abs().max()))
+        p.grad = (torch.randn(64, 128, generator=draw) * size).to(BF16)
+        opt.step()
+        if change == "broken":
+            codes = stored(p, "fp8")[0]
+            assert (codes[0] & 0x7F == 0x7F).all() and (codes[1:] & 0x7F != 0x7F).all()
+            continue
+        check(p, before, "fp8")
+        share = p.detach().abs().max() / scale_of(p, "fp8")
+        assert (share > 448) == (change == "grown"), change
+    view = opt.views(p)["fp8"]
+    assert view.codes.dtype is torch.float8_e4m3fn and view.scales.shape == () and view.scales.dtype is FP32
+
+
 def test_a_stale_view_is_an_error_until_it_is_made_again() -> None:
     m = model()
     opt = optgen.compile("adamw", VIEWED)(m.named_parameters(), lr=1e-2)
@@ -297,6 +427,36 @@ def test_checkpoints_hold_the_weight_once(backend: str) -> None:
         trained(m, opt, 2)
         runs.append([*m.state_dict().values(), *stored(m[0].weight)])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_way_to_step_writes_the_same_views(backend: str) -> None:
+    """Steps counted on the device, with released gradients, and with states moved off and back, bit for bit."""
+    interpreted = backend == "triton"
+    cls = optgen.compile("adamw", FP8 if interpreted else ALL)
+
+    def run(way: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        m = nn.Sequential(nn.Linear(64, 8)).to(BF16)
+        capturable = {"capturable": True} if way == "capturable" else {}
+        opt = cls(m.named_parameters(), lr=1e-2, backend=backend, **capturable)
+        if way == "released":
+            opt.release_gradients(m)
+        draw = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            m(torch.randn(4, 64, generator=draw).to(BF16)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+            if way == "moved":
+                opt.offload_states()
+                opt.reload_states()
+        found = (p.__dict__["_optgen_views"] for p in m.parameters())
+        return [x for views in found for view in views.values() for x in view.values() if isinstance(x, Tensor)]
+
+    usual = run("")
+    assert len(usual) == 2 * (3 if interpreted else 2 + 3 + 4)
+    for way in ("capturable",) if interpreted else ("released", "moved"):
+        assert all(torch.equal(a, b) for a, b in zip(usual, run(way), strict=True)), way
 
 
 def test_released_gradients_and_copies_write_views() -> None:
@@ -374,6 +534,11 @@ def test_what_has_no_view_is_said() -> None:
     give(fine.parameters(), 0)
     with pytest.raises(ValueError, match=r"cannot write the views of .*stepped on the host"):
         away.step()
+
+
+def test_views_of_columns_are_refused_with_what_makes_them() -> None:
+    with pytest.raises(UserError, match=r"knows no largest of 32 rows: after the step call\s+to_mx\(p\.t\(\)"):
+        Plan("Wrong.", views=("mxfp8_rows", "mxfp8_columns"), name="wrong")
 
 
 @pytest.mark.parametrize("views", ["mxfp8_rows", ("mx",), ("mxfp8_rows", "mxfp8_rows"), 3, (3,)], ids=str)

@@ -389,7 +389,8 @@ def plan_record(plan: Plan, maths: Maths = "fast") -> PlanRecord:
 
 
 def _view(name: str, fmt: Format) -> View:
-    fields = (_field(k, f) for k, f in zip(_names(fmt), fmt.fields().values(), strict=True))
+    fields = [_field(k, f) for k, f in zip(_names(fmt), fmt.fields().values(), strict=True)]
+    fields += [Field("tensor", "float32", space="tensor")] if "top" in fmt.fields() else []
     return View(name, fmt.block, tuple(dataclasses.replace(f, name=f"{name}_{f.name}", state=name) for f in fields))
 
 

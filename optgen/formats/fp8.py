@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 from optgen.formats import words
 from optgen.formats.check import check_block, check_words
@@ -18,11 +18,13 @@ from optgen.ops import dtypes
 from optgen.ops.dtypes import pattern_of
 
 FloatKind = Literal["e4m3", "e5m2"]
+AnyKind = Literal["e4m3", "e5m2", "e2m1"]
 
 # Mantissa bits, exponent bias, and the largest code that is a number.
 _KINDS: Mapping[str, tuple[int, int, int]] = {
     "e4m3": (3, 7, 0x7E),  # float8_e4m3fn: no infinities, one NaN
     "e5m2": (2, 15, 0x7B),  # as IEEE floats
+    "e2m1": (1, 1, 7),  # of NVFP4, in 4 bits: all are numbers
 }
 
 
@@ -46,7 +48,7 @@ class Fp8(InBlocks):
 
     def __post_init__(self) -> None:
         check_block("Fp8", 8, self.block, self.loc, 2)
-        check_words(self, kind=tuple(_KINDS))
+        check_words(self, kind=get_args(FloatKind))
         self.refuse_scales("Fp8")
 
     def __str__(self) -> str:
@@ -107,7 +109,7 @@ class Fp8(InBlocks):
         return True
 
 
-def nearest(kind: FloatKind, size: Num) -> Num:
+def nearest(kind: AnyKind, size: Num) -> Num:
     """The code of a number >= 0, i32, rounded half to even."""
     mantissa, bias, most = _KINDS[kind]
     least, normal_from = 2.0 ** (1 - bias - mantissa), 2.0 ** (1 - bias)
@@ -121,7 +123,7 @@ def nearest(kind: FloatKind, size: Num) -> Num:
     return minimum(where(size < normal_from, small, normal), most)
 
 
-def widen(kind: FloatKind, pattern: Num) -> Num:
+def widen(kind: AnyKind, pattern: Num) -> Num:
     """The f32 of a code with its sign; a NaN of e4m3 reads as 480."""
     mantissa, bias, _ = _KINDS[kind]
     size = pattern & 0x7F

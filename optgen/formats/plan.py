@@ -27,6 +27,10 @@ from optgen.ops.dtypes import DType, f32
 
 SMALL, SLOW = 4096, 0.98
 WORD = 4  # bytes of the word that holds a view's scales of one storage block
+OF_COLUMNS = (
+    "a sweep goes along rows and knows no largest of 32 rows: after the step call "
+    "to_mx(p.t().contiguous(), torch.float8_e4m3fn, 32) of torchao"
+)
 
 
 def rounds_to_nearest(recurrence: Any) -> bool:
@@ -224,7 +228,8 @@ class Plan:
             ("views", _are_views(self.views), f"a tuple of names, each once: {', '.join(VIEWS)}"),
         ):
             if not fits:
-                raise UserError("E309", loc=self.loc, part=part, want=want, got=repr(getattr(self, part)))
+                hint = {"hint": OF_COLUMNS} if part == "views" and "columns" in str(self.views) else {}
+                raise UserError("E309", loc=self.loc, part=part, want=want, got=repr(getattr(self, part)), **hint)
 
     def _not_a(self, slot: str, value: object, want: str, kind: type) -> UserError:
         called = isinstance(value, type) and issubclass(value, kind)

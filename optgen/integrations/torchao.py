@@ -22,3 +22,12 @@ def mx_tensor(view: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     kernel = kernels.AUTO if units else kernels.EMULATED
     other = mx.QuantizeTensorToMXKwargs(view.codes.dtype, 32, mx.ScaleCalculationMode.RCEIL, kernel)
     return mx.MXTensor(view.codes, view.scales, view.codes.dtype, 32, dtype, kernel, other, False)
+
+
+def scaled_tensor(view: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return a view "fp8" or "nvfp4" as torchao's Float8Tensor or NVFP4Tensor, in the same memory, as `mx_tensor`."""
+    if view.tensor is not None:
+        nv = framework("torchao.prototype.mx_formats.nvfp4_tensor")
+        return nv.NVFP4Tensor(view.codes.view(torch.uint8), view.scales, 16, dtype, view.tensor)
+    scale, whole = view.scales.view((1,) * view.codes.ndim), list(view.codes.shape)
+    return framework("torchao.quantization").Float8Tensor(view.codes, scale, whole, dtype=dtype)

@@ -20,7 +20,7 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
     stores = variant.stored_by(stage)
     states = [x for x in dict.fromkeys((*stage.reads, *stage.stores)) if x not in ("p", "g")]
     values = [_value(variant, stage, owner, states, owner in stores) for owner in ("p", *states)]
-    written = [True, False, *(f.owner in stores for f in variant.fields), *(True for _ in variant.shown)]
+    written = [True, False, *(f.owner in stores for f in variant.fields), *(f.space == "elem" for f in variant.shown)]
     columns = [_column_of(variant, name)[:-1] for name in variant.columns]
     return "\n".join(
         [
@@ -62,10 +62,10 @@ def _value(variant: Variant, stage: Stage, owner: str, states: Sequence[str], st
 
 def _views(variant: Variant, places: Sequence[int]) -> list[str]:
     """Return the lines of a layout that name the views that it stores; `places`: of the first tensor of each."""
-    found = [
-        f"View<{view.name}_nearest, {view.size}, {at}, {variant.param}>"
-        for view, at in zip(variant.views, places, strict=False)
-    ]
+    found = []
+    for view, at in zip(variant.views, places, strict=False):
+        scale = at + len(view.fields) - 1 if view.scaled else -1
+        found.append(f"View<{view.name}_nearest, {view.size}, {at}, {variant.param}, {scale}>")
     return [f"    typedef Views<{', '.join(found)}> views;", "    typedef void shows;"] if found and places else []
 
 
@@ -254,7 +254,7 @@ class _Stage:
         for view in self.variant.views if "p" in self.stores else ():
             found.append(len(self.places))
             for f in view.fields:
-                self.place(f.name, False, True)
+                self.place(f.name, f.space == "tensor", f.space == "elem")
         return found
 
     def place(

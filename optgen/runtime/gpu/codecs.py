@@ -101,13 +101,14 @@ class StoredValue:
 class StoredView:
     """A view of the weight.
 
-    size         elements that share a scale
-    code, scale  the positions of the buffers that it is stored in
+    size    elements of its own block
+    stores  the positions of the buffers that it is stored in: codes, then words of bytes of blocks
+    scale   the position of the tensor's scale, a power of two; -1: it has none
     """
 
     codec: Codec
     size: int
-    code: int
+    stores: tuple[int, ...]
     scale: int
 
     @property
@@ -278,18 +279,24 @@ def put_value(
 
 @triton.jit
 def put_view(buffers, x, where, live, SWEEP: tl.constexpr, VIEW: tl.constexpr, MASKED: tl.constexpr):
-    """Store a view of the new weight as it was stored; the scales of a storage block are one word."""
+    """Store a view of the new weight as it was stored; bytes of the blocks in a storage block are one word."""
     BLOCKS: tl.constexpr = x.numel // VIEW.size
     COUNT: tl.constexpr = SWEEP.block // VIEW.size
     alive = live[0]
     if MASKED:
         alive = tl.reshape(tl.broadcast_to(alive, x.shape), [BLOCKS, VIEW.size])
-    code, scale = VIEW.codec.nearest(tl.reshape(widened(x), [BLOCKS, VIEW.size]), alive, MASKED)
-    stored(buffers[VIEW.code], tl.reshape(code, x.shape), where, live, SWEEP, VIEW.code, MASKED)
-    if COUNT > 1:
-        places = tl.reshape(scale.to(tl.int32), [BLOCKS // COUNT, COUNT]) << (8 * tl.arange(0, COUNT))[None, :]
-        scale = tl.sum(places, 1)
-    stored(buffers[VIEW.scale], tl.reshape(scale, where[1].shape), where, live, SWEEP, VIEW.scale, MASKED)
+    y = widened(x)
+    if VIEW.scale >= 0:
+        scale = tl.load(buffers[VIEW.scale]).to(tl.int32, bitcast=True)
+        y = y * ((254 << 23) - scale).to(tl.float32, bitcast=True)
+    made = VIEW.codec.nearest(tl.reshape(y, [BLOCKS, VIEW.size]), alive, MASKED)
+    stored(buffers[VIEW.stores[0]], tl.reshape(made[0], x.shape), where, live, SWEEP, VIEW.stores[0], MASKED)
+    for i in tl.static_range(1, len(VIEW.stores)):
+        word = made[i]
+        if COUNT > 1:
+            places = tl.reshape(word.to(tl.int32), [BLOCKS // COUNT, COUNT]) << (8 * tl.arange(0, COUNT))[None, :]
+            word = tl.sum(places, 1)
+        stored(buffers[VIEW.stores[i]], tl.reshape(word, where[1].shape), where, live, SWEEP, VIEW.stores[i], MASKED)
 
 
 @triton.jit

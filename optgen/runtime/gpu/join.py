@@ -226,8 +226,12 @@ class _Values:
     @property
     def views(self) -> tuple[StoredView, ...]:
         """The records of the views that it stores."""
-        pairs = [(view, self.places(f.name for f in view.fields)) for view in self.shown]
-        return tuple(StoredView(self.frame.views[view.name], view.size, *places) for view, places in pairs)
+        out = []
+        for view in self.shown:
+            *stores, last = self.places(f.name for f in view.fields)
+            places = (tuple(stores), last) if view.scaled else ((*stores, last), -1)
+            out.append(StoredView(self.frame.views[view.name], view.size, *places))
+        return tuple(out)
 
     @cached_property
     def touched(self) -> list[str]:

@@ -194,7 +194,7 @@ def write_views(plan: Pair, variant: Variant, p: Tensor, out: Mapping[str, Tenso
     """Write the views of a weight, as it is, into their tensors, by name."""
     function = plans.storage(plan, variant).shown
     for part in _parts(replace(variant, fields=()), p.shape):
-        for name, made in function(part.of(p.detach()).contiguous()).items():
+        for name, made in function(part.of(p.detach()).contiguous(), out).items():
             part.of(out[name], variant.stored[name]).copy_(made)
 
 

@@ -24,7 +24,8 @@ def of(one: Any, entry: Entry) -> dict[str, ViewTensors]:
     if problem:
         raise ValueError(f"{owner}: {label} has no view: {problem}")
     found = views.kept(p)
-    if not all(views.fits(x := found.get(v.name), v, p) and views.is_fresh(x, p) for v in variant.views):
+    here = sharding.local(p)
+    if not all(views.fits(x := found.get(v.name), v, here) and views.is_fresh(x, p) for v in variant.views):
         views.make(plan, variant, p)
     return {view.name: views.shown(p, view.name) for view in variant.views}
 
@@ -35,10 +36,10 @@ def _problem(p: Tensor, variant: Variant) -> str:
         return 'its plan makes none; use one such as my_plan = int8_split24.but(views=("mxfp8_rows",))'
     if not p.requires_grad:
         return "it is frozen, so no step writes one; quantize it once, by torchao's MXTensor.to_mx"
-    if sharding.is_sharded(p):
-        return "it lies over several ranks; store it under a plan without views"
-    size = max(view.size for view in variant.views)
-    if p.ndim < 2 or p.shape[-1] % size:
+    if found := views.problem(p, variant):
+        return found
+    size = max(views.TYPES[view.name][1] for view in variant.views) or 1
+    if p.shape[-1:].numel() % size or (size > 1 and p.ndim < 2):
         return f"of its shape {list(p.shape)} the rows are no multiple of {size} long; pad the layer"
     return ""
 
@@ -108,6 +109,8 @@ def use(opt: Any, model: nn.Module, view: str) -> ViewHandle:
     """Let the linear layers of a model compute with a view of their weights, if the optimizer makes one."""
     owner, layers = type(opt).__name__, list[Any]()
     for label, layer, one, entry in _linear(opt, model):
+        if sharding.is_sharded(entry.p):
+            raise ValueError(f"{owner}: a rank has a part of {label}, and layers take all: gather opt.views(p)")
         found = of(one, entry)
         if view not in found:
             raise ValueError(f"{owner}: {label} has no view {view!r}; its plan makes {', '.join(found)}")

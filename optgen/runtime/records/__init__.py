@@ -432,18 +432,24 @@ class View:
 
     name    also that of its codec in the plan's module ("mxfp8_rows")
     size    elements of a row that share a scale (32)
-    fields  its tensors: codes of elements, and one word for the scales of each storage block
+    fields  its tensors: codes of elements, words of bytes of blocks, one for each storage block, and the tensor's scale
+            where there is one, which the step reads
     """
 
     name: str
     size: int
     fields: tuple[Field, ...]
 
+    @property
+    def scaled(self) -> bool:
+        """True if the tensor has a scale."""
+        return self.fields[-1].space == "tensor"
+
     def in_blocks(self, block: int) -> View:
         """Return the view beside values in storage blocks of so many elements, each of which holds some of its own."""
-        codes, scales = self.fields
-        words = {1: "uint8", 2: "int16", 4: "int32"}
-        return replace(self, fields=(codes, replace(scales, dtype=words[block // self.size], per=block)))
+        word = {1: "uint8", 2: "int16", 4: "int32"}[block // self.size]
+        fields = (replace(f, dtype=word, per=block) if f.per == self.size else f for f in self.fields)
+        return replace(self, fields=tuple(fields))
 
 
 COPY = "copy"

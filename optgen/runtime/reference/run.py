@@ -229,7 +229,7 @@ class TileSweep:
     def _shown(self, owner: str, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return where the views of a new weight are kept, and what is written there."""
         e = self.e
-        return [(self.x[k], y) for k, y in views_of(e.variant, e.views, weight, self.b)] if owner == "p" else []
+        return [(self.x[k], y) for k, y in views_of(e.variant, e.views, weight, self.x, self.b)] if owner == "p" else []
 
     def _words(self, value: Any, step_key: int) -> dict[int, Tensor]:
         """Return the word of random bits that a value is rounded with, if it is, by its number."""
@@ -255,16 +255,20 @@ class TileSweep:
 
 
 def views_of(
-    variant: Variant, codecs: Mapping[str, Any], weight: Tensor, b: Blocks
+    variant: Variant, codecs: Mapping[str, Any], weight: Tensor, kept: Any, b: Blocks
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Yield the name and the contents of each tensor of the views of a weight (rows, blocks, size)."""
+    """Yield the name and the contents of each tensor of the views of a weight (rows, blocks, size).
+
+    kept  name -> tensor, of the scales of tensors
+    """
     for view in variant.views:
-        codes, scales = view.fields
         live = None if b.live is None else b.live.expand(weight.shape).reshape(b.rows, -1, view.size)
         blocks = weight.to(torch.float32).reshape(b.rows, -1, view.size)
-        code, scale = codecs[view.name].nearest(blocks, live, live is not None)
-        yield codes.name, b.flat(code.reshape(weight.shape))
-        yield scales.name, scale.view(scales.torch_dtype)
+        blocks = blocks / kept[view.fields[-1].name] if view.scaled else blocks
+        code, *bytes_ = codecs[view.name].nearest(blocks, live, live is not None)
+        (codes, *words), code = view.fields, code.reshape(weight.shape)
+        yield codes.name, b.flat(code) if codes.per == 1 else b.flat_codes(code, codes.width)
+        yield from ((f.name, y.view(f.torch_dtype)) for f, y in zip(words, bytes_, strict=False))
 
 
 ALL = torch.ones((), dtype=torch.bool)
@@ -323,10 +327,10 @@ class ValueConversion(EagerStep):
         made: Sequence[Tensor] = self.codec(owner).nearest(x, ALL, False, *self.tables(owner, x.device))
         return made
 
-    def shown(self, p: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of the views of a weight, by name."""
+    def shown(self, p: Tensor, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of the views of a weight, by name, under the scales of tensors that are `kept`."""
         b = Blocks(p, self.bare.block_of((), True))
-        return dict(views_of(self.bare, self.views, b.elements(p), b))
+        return dict(views_of(self.bare, self.views, b.elements(p), kept, b))
 
     def weight(self, parts: Sequence[Tensor]) -> Tensor:
         """Return fp32 weights, from what is stored of each."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optgen.runtime.layout import layout
+from optgen.runtime.layout import layout, sharding
 from optgen.runtime.records import Variant, View
 from optgen.runtime.records.join import Pair
 
@@ -21,22 +21,43 @@ ATTRIBUTE = "_optgen_views"
 NEVER = -1
 
 
+TYPES: dict[str, tuple[torch.dtype, int, torch.dtype]] = {
+    "mxfp8_rows": (torch.float8_e4m3fn, 32, torch.float8_e8m0fnu),
+    "fp8": (torch.float8_e4m3fn, 0, torch.float32),
+    "nvfp4": (torch.float4_e2m1fn_x2, 16, torch.float8_e4m3fn),
+}
+"""Name of a view -> torch's type of codes, neighbours of a row that share a scale (0: all do), type of scales."""
+
+
 class ViewTensors(NamedTuple):
-    """A view in torch's own types, in the memory that each step writes: codes of the parameter's shape, float8_e4m3fn,
-    and the scales of 32 neighbours of a row, float8_e8m0fnu."""
+    """A view in torch's own types (`TYPES`), in the memory that each step writes.
+
+    codes   of the parameter's shape; of NVFP4 two neighbours of a row are one
+    scales  of the neighbours of a row that share one, or of the tensor
+    tensor  of NVFP4, the scale of the tensor, by which those of neighbours are multiplied
+    """
 
     codes: Tensor
     scales: Tensor
+    tensor: Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight as the view has it: code times scale."""
-        codes = self.codes.to(torch.float32).view(*self.scales.shape, -1)
-        return (codes * self.scales.to(torch.float32).unsqueeze(-1)).view(self.codes.shape).to(dtype)
+        if self.codes.dtype is torch.float4_e2m1fn_x2:
+            pairs = self.codes.view(torch.uint8)
+            table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=pairs.device)
+            codes = torch.cat([table, -table])[torch.stack([pairs & 15, pairs >> 4], -1).int()].flatten(-2)
+        else:
+            codes = self.codes.to(torch.float32)
+        scales = self.scales.to(torch.float32) * (1 if self.tensor is None else self.tensor)
+        if not scales.ndim:
+            return (codes * scales).to(dtype)
+        return (codes.view(*scales.shape, -1) * scales.unsqueeze(-1)).view(codes.shape).to(dtype)
 
 
 Kept = dict[str, Any]
-"""The tensors of a view as kernels write them, "codes" and "scales", and the "version" and "address" of the weight that
-it was made of: plain values, which a pickled Parameter takes along."""
+"""The tensors of a view as kernels write them, by name, and the "version" and "address" of the weight that it was made
+of: plain values, which a pickled Parameter takes along."""
 
 
 def kept(p: Tensor) -> dict[str, Kept]:
@@ -47,29 +68,40 @@ def kept(p: Tensor) -> dict[str, Kept]:
 
 def is_fresh(found: Kept | None, p: Tensor) -> bool:
     """Return True for the view of a weight's present value."""
-    return found is not None and found["version"] == p._version and found["address"] == p.data_ptr()
+    return found is not None and (found["version"], found["address"]) == (p._version, sharding.local(p).data_ptr())
 
 
-def fits(found: Kept | None, view: View, p: Tensor) -> bool:
-    """Return True if a view has the tensors that kernels write."""
+def problem(p: Any, variant: Variant) -> str:
+    """Return why ranks cannot make views of their parts of a parameter, and what to do; "" where they can."""
+    if sharding.is_sharded(p):
+        if any(cut is not None and cut[0] for cut in sharding.layout_of(p).cuts):
+            return "it is cut along another dimension than the first (shard it along dimension 0)"
+        if any(view.scaled for view in variant.views):
+            return "a rank has a part of the tensor that a view's scale is for (mxfp8_rows has none)"
+    return ""
+
+
+def fits(found: Kept | None, view: View, x: Tensor) -> bool:
+    """Return True if a view has the tensors that kernels write beside a weight."""
     return found is not None and all(
-        (t.dtype, tuple(t.shape), t.device) == (f.torch_dtype, layout.field_shape(f, p.shape), p.device)
-        for t, f in zip((found["codes"], found["scales"]), view.fields, strict=True)
+        (t.dtype, tuple(t.shape), t.device) == (f.torch_dtype, layout.field_shape(f, x.shape), x.device)
+        for t, f in ((found[f.name], f) for f in view.fields)
     )
 
 
-def room(p: Tensor, variant: Variant) -> dict[str, Tensor]:
-    """Return the tensors of a parameter's views by their names in the variant; new ones are made where none fit."""
+def room(p: Tensor, variant: Variant, x: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of a parameter's views by their names in the variant; new ones are made where none fit.
+
+    x  the weight as kernels see it: of a DTensor, the rows on this rank
+    """
     own, out = dict(kept(p)), dict[str, Tensor]()
     for view in variant.views:
-        if not fits(own.get(view.name), view, p):
-            codes, scales = (
-                torch.zeros(layout.field_shape(f, p.shape), dtype=f.torch_dtype, device=p.device) for f in view.fields
-            )
-            own[view.name] = {"codes": codes, "scales": scales, "version": NEVER, "address": 0}
+        if not fits(own.get(view.name), view, x):
+            shapes = {f.name: (layout.field_shape(f, x.shape), f.torch_dtype) for f in view.fields}
+            tensors = {k: torch.zeros(shape, dtype=dtype, device=x.device) for k, (shape, dtype) in shapes.items()}
+            own[view.name] = tensors | {"version": NEVER, "address": 0}
             setattr(p, ATTRIBUTE, own)
-        found = own[view.name]
-        out |= zip((f.name for f in view.fields), (found["codes"], found["scales"]), strict=True)
+        out |= {f.name: own[view.name][f.name] for f in view.fields}
     return out
 
 
@@ -77,18 +109,51 @@ def stamp(params: Sequence[Tensor]) -> None:
     """Note that the views of these parameters are those of their present values."""
     for p in params:
         for view in kept(p).values():
-            view["version"], view["address"] = p._version, p.data_ptr()
+            view["version"], view["address"] = p._version, sharding.local(p).data_ptr()
 
 
 def make(plan: Pair, variant: Variant, p: Tensor) -> None:
     """Make the views of a parameter in eager torch."""
-    layout.write_views(plan, variant, p, room(p, variant))
+    x = sharding.local(p)
+    tensors = room(p, variant, x)
+    if any(view.scaled for view in variant.views):
+        for name in (view.fields[-1].name for view in variant.views if view.scaled):
+            tensors[name].fill_(1)
+        layout.write_views(plan, variant, x, tensors)
+        rescale(variant, [p])
+    layout.write_views(plan, variant, x, tensors)
     stamp([p])
 
 
+def prepare(plan: Pair, variant: Variant, params: Sequence[Tensor]) -> None:
+    """Set the scales of tensors for a step: of what the weights are now."""
+    if any(view.scaled for view in variant.views):
+        for p in params:
+            if not all(is_fresh(kept(p).get(view.name), p) for view in variant.views):
+                make(plan, variant, p)
+        rescale(variant, params)
+
+
+def rescale(variant: Variant, params: Sequence[Tensor]) -> None:
+    """Set the scales of tensors by the magnitudes that views have found: room for weights to double, 2^-12 of zeros."""
+    live = [p for p in params if p.numel()]
+    for view in (x for x in variant.views if x.scaled and live):
+        found = [kept(p)[view.name] for p in live]
+        *_, top, scale = (f.name for f in view.fields)
+        tops = torch.stack(torch._foreach_max([x[top].view(torch.uint8) for x in found])).to(torch.int32)
+        scales = [x[scale] for x in found]
+        new = (torch.stack(scales).view(torch.int32) >> 23) + tops - 127
+        new = torch.where(tops == 0, 127 - 12, new.clamp(1, 253)) << 23
+        torch._foreach_copy_(scales, list(new.view(torch.float32).unbind()))
+
+
 def shown(p: Tensor, name: str) -> ViewTensors:
-    """Return a view of a parameter in torch's types."""
-    view, (rows, columns) = kept(p)[name], layout.grid(p.shape)
-    scales = view["scales"].view(torch.uint8).view(rows, -1)[:, : columns // 32]
-    scales = scales.reshape(*p.shape[:-1], p.shape[-1] // 32)
-    return ViewTensors(view["codes"].view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu))
+    """Return a view of a parameter in torch's types; of a DTensor, of the rows on this rank."""
+    view, shape, (codes, size, scales) = kept(p)[name], sharding.local(p).shape, TYPES[name]
+    found = view[f"{name}_codes"].view(torch.uint8).view(codes)
+    if not size:
+        return ViewTensors(found, view[f"{name}_tensor"])
+    rows, columns = layout.grid(shape)
+    of_blocks = view[f"{name}_scale"].view(rows, -1).view(torch.uint8)[:, : columns // size]
+    of_blocks = of_blocks.reshape(*shape[:-1], shape[-1] // size).view(scales)
+    return ViewTensors(found.view(*shape[:-1], found.shape[-1]), of_blocks, view.get(f"{name}_tensor"))

@@ -17,7 +17,7 @@ from optgen.runtime.options.entries import Entry
 from optgen.runtime.records import Variant, dtype_name
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.warn import warn
-from optgen.runtime.states import state
+from optgen.runtime.states import state, views
 
 GRADS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Gradient dtypes that kernels read; fp64 is converted to fp32."""
@@ -95,9 +95,10 @@ def refuse_flattened(cls: Any, p: Tensor, name: Label) -> None:
         )
 
 
-def refuse_views(cls: Any, entry: Entry, sharded: bool, divided: bool) -> None:
+def refuse_views(cls: Any, entry: Entry, variant: Variant, divided: bool) -> None:
     """Raise ValueError for a parameter whose step cannot write its views."""
-    reasons = {"it lies over several ranks": sharded, "it is several matrices": divided}
+    problem = views.problem(entry.p, variant)
+    reasons = {problem: bool(problem), "it is several matrices": divided}
     reasons["it is stepped on the host (offload=True)"] = bool(entry.group.get("offload"))
     if found := next((reason for reason, holds in reasons.items() if holds), ""):
         raise ValueError(

@@ -128,7 +128,7 @@ class _Sorter:
             self._refuse_changed(choice, kept, state.label(p, name))
         shard, cut, size = self._shard(entry, choice, kept)
         if choice.variant.views:
-            admit.refuse_views(self.cls, entry, shard is not None, bool(choice.rows))
+            admit.refuse_views(self.cls, entry, choice.variant, bool(choice.rows))
         count = self._count(choice, kept, p, name)
         if self.inputs:
             inputs.check_fed(self.cls, choice.variant, count.host, state.label(p, name))

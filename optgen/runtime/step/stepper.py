@@ -169,6 +169,7 @@ class Stepper:
         """Run the kernels of a step, and spread what the whole model has one value of."""
         waiting = []
         for one in ready:
+            one.bucket.prepare_views()
             if one.bucket.waits:
                 waiting.append(one)
             else:

@@ -173,7 +173,7 @@ class Bucket:
 
     def views(self, i: int) -> dict[str, Tensor]:
         """Return the tensors of a parameter's views, by name."""
-        return views.room(self.owner(i), self.variant) if self.variant.views else {}
+        return views.room(self.owner(i), self.variant, self.params[i]) if self.variant.views else {}
 
     def shown(self) -> list[Tensor]:
         """Return the tensors of views: those of all parameters for each of the variant's."""
@@ -181,13 +181,21 @@ class Bucket:
         return [x[f.name] for f in self.variant.shown for x in found]
 
     def owner(self, i: int) -> Tensor:
-        """Return the user's tensor of a parameter, of which the step may write a contiguous copy."""
+        """Return the user's tensor of a parameter, of which the step may write a contiguous copy or a part."""
+        shard = self.shards[i]
+        if shard is not None:
+            return shard.p
         return next((user for user, copy in self.written if copy is self.params[i]), self.params[i])
+
+    def prepare_views(self) -> None:
+        """Set the scales of views for a step."""
+        views.prepare(self.plan, self.variant, [self.owner(i) for i in range(len(self.params))])
 
     def stamp(self) -> None:
         """Note that the views, which kernels have written, are those of the weights that the step has left."""
         torch.autograd.graph.increment_version(self.shown())
-        views.stamp([self.owner(i) for i in range(len(self.params))])
+        parts = (shard is None or not shard.whole for shard in self.shards)
+        views.stamp([self.owner(i) for i, part in enumerate(parts) if part])
 
     def check(self) -> None:
         for p, s, name, shard in zip(self.params, self.states, self.names, self.shards, strict=True):
@@ -218,17 +226,16 @@ class Bucket:
         """Copy back what was copied, count the step, and keep the host states: `StepScalars.after`."""
         for user, copy in self.written:
             user.copy_(copy)
+        sharded = [shard.p for shard in self.shards if shard is not None]
+        torch.autograd.graph.increment_version(sharded)
         if self.variant.views:
             self.stamp()
         if self.sent and capturing():
             return  # the host counts the step when it is replayed
         kept = self._device_counts() if isinstance(after, DeviceStep) else after
-        sharded = [shard.p for shard in self.shards if shard is not None]
         for name, values in zip(("step", *self.variant.host_names), zip(*kept, strict=True), strict=True):
             for states in (self.states, self.owned) if self.wholes or sharded else (self.states,):
                 any(map(setitem, states, repeat(name), self.each(values)))
-        if sharded:
-            torch.autograd.graph.increment_version(sharded)
         if isinstance(after, DeviceStep):
             after.finish()
 

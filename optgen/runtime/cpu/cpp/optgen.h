@@ -410,7 +410,7 @@ template <class Kernel> constexpr int width() { return sizeof(Kernel::COLUMNS) /
 
 // Where a column's entries of a block begin: by blocks, elements or packed eights.
 inline int64_t place_of(Kind kind, int64_t block, int64_t element, int64_t eighth) {
-    return kind == BLOCK_OF ? block : kind == EIGHTH ? eighth : element;
+    return kind == BLOCK_OF ? block : kind == EIGHTH ? eighth : kind == WHOLE ? 0 : element;
 }
 
 // A flat tensor is one long row.
@@ -466,7 +466,9 @@ void staged(const Tensor &t, int64_t first, int count, int shift, const float *s
     for (int c = 0; c < n; c++) {
         const Column column = Kernel::COLUMNS[c];
         const char *from = (const char *)t.at[c];
-        at[c] = room[c];
+        at[c] = column.kind == WHOLE ? (char *)from : room[c];
+        if (column.kind == WHOLE)
+            continue;
         if (column.kind == BLOCK_OF) {
             memcpy(room[c], from + first * column.bytes, (size_t)count * column.bytes);
             continue;

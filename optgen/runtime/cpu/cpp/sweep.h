@@ -124,22 +124,24 @@ template <class Layout> struct TileOf<Layout, typename Layout::staged> {
     static constexpr int size(int) { return Layout::BLOCK == 1 ? 1024 : VECTOR * Layout::BLOCK; }
 };
 
-// A view of the weight: its codec C, which stores blocks of SIZE elements, and its first column.  It is made of the
-// weight as the tile has stored it, of the kind Weight, while that is in the cache.
-template <class C, int SIZE, int AT, class Weight> struct View {
+// A view of the weight: its codec C, which stores blocks of SIZE elements, its first column, and that of the tensor's
+// scale, a power of two (-1: none).  It is made of the weight as the tile has stored it, of the kind Weight, while that
+// is in the cache.
+template <class C, int SIZE, int AT, class Weight, int SCALE> struct View {
     struct Nothing {
         using Of = View;
     };
     static constexpr bool SHORT = false, PAIRS = false;
 
     template <int L, bool RAGGED, int BLOCK>
-    static void loop(C &kept, const typename Weight::stored *from, int blocks, const int *live) {
+    static void loop(C &kept, const typename Weight::stored *from, F by, int blocks, const int *live) {
         constexpr int parts = BLOCK / SIZE;
         for (int b = 0; b < blocks; b++) {
             const int end = b * SIZE + (RAGGED ? live[b / parts] - b % parts * SIZE : SIZE);
             auto head = kept.head(Loop<L>(), b);
             for (int k = 0; k < SIZE; k += W)
-                kept.template encode<RAGGED, 0>(Loop<L>(), head, b * SIZE + k, end, Weight::load(from + b * SIZE + k), Nothing());
+                kept.template encode<RAGGED, 0>(Loop<L>(), head, b * SIZE + k, end, Weight::load(from + b * SIZE + k) * by,
+                                                Nothing());
             kept.tail(Loop<L>(), head, b);
         }
     }
@@ -148,11 +150,12 @@ template <class C, int SIZE, int AT, class Weight> struct View {
         C kept(at[AT], at + AT + 1);
         const auto *from = (const typename Weight::stored *)at[0];
         const int blocks = extent * (BLOCK / SIZE);
-        loop<0, RAGGED, BLOCK>(kept, from, blocks, live);
+        const F by(SCALE < 0 ? 1.0f : 1.0f / *(const float *)at[SCALE < 0 ? 0 : SCALE]);
+        loop<0, RAGGED, BLOCK>(kept, from, by, blocks, live);
         for (int b = 0; b < blocks; b += W)
             kept.blocks(Loop<1>(), b);
-        loop<1, RAGGED, BLOCK>(kept, from, blocks, live);
-        kept.template pack_codes<SIZE>(blocks, live);
+        loop<1, RAGGED, BLOCK>(kept, from, by, blocks, live);
+        kept.template pack_codes<BLOCK>(extent, live);
     }
 };
 template <class... V> struct Views {
@@ -313,7 +316,9 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
 
     // Prefetches of what the first loop reads in the next tile, spread over the loops: see Layout::COLUMNS.
     static constexpr bool of_weight(int c) { return c == 0 || (c >= P::MORE && c < P::MORE + P::FIELDS - 1); }
-    static constexpr bool ahead(int c) { return Layout::COLUMNS[c].kind != BLOCK_OF && !(APART && of_weight(c)); }
+    static constexpr bool ahead(int c) {
+        return Layout::COLUMNS[c].kind != BLOCK_OF && Layout::COLUMNS[c].kind != WHOLE && !(APART && of_weight(c));
+    }
     static constexpr int before(int c) { return c == 0 ? 0 : before(c - 1) + ahead(c - 1); }
     template <int C> static constexpr int bytes() {
         return Layout::COLUMNS[C].bytes * BLOCK / (Layout::COLUMNS[C].kind == EIGHTH ? 8 : 1);
