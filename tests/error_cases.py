@@ -61,7 +61,7 @@ TEXTS = {
     "E102_numpy": f"import numpy as np\n\n{plain('p - lr * np.dot(g, g)')}",
     "E103_bool": plain("p - lr * g * (g > 0)"),
     "E103_condition": plain("p - lr * where(g, 1.0, 0.0)"),
-    "E103_draw": plain('p - lr * where(uniform(0, "row") < 0.5, g, 0.0)'),
+    "E103_draw": plain('p - lr * where(normal(0, "row") < 0.5, g, 0.0)'),
     "E103_key": plain("p - lr * normal(g, lr)", head='@optimizer(matrix="heads")'),
     "E103_matrix": plain("p - lr * inverse_root(g @ g.T, norm(g)) @ g", head='@optimizer(matrix="heads")'),
     "E103_order": plain("p - lr * inverse_root(g @ g.T, 0) @ g", head='@optimizer(matrix="heads")'),

@@ -254,7 +254,7 @@ class Writer:
         forms = [
             lambda: f"u = newton_schulz({self.full('elem', 1, False)})",
             lambda: "u = gram(u + 0 * g) @ g / (1 + trace(gram(g)))", lambda: "u = top_rows(u + 0 * g, 0.5)",
-            lambda: f"u = u + 0.1 * {self.pick('normal', 'uniform')}(g, {self.step()})",
+            lambda: f"u = u + 0.1 * normal(g, {self.step()})",
             lambda: "u = unwide(g, gram(wide(g)) @ wide(u + 0 * g))",
             lambda: "u = finite(u + 0 * g)",
         ]  # fmt: skip
@@ -579,7 +579,7 @@ NAMES: dict[str, Any] = {
     "gram": lambda x: x @ np.swapaxes(x, -1, -2), "wide": lambda x: x if x.shape[-2] < x.shape[-1] else x.mT,
     "unwide": lambda like, x: np.full_like(like, np.nan),
     "trace": lambda x: np.trace(x, axis1=-2, axis2=-1)[..., None, None], "columns": lambda x: float(x.shape[-1]),
-    **dict.fromkeys("newton_schulz top_rows finite inverse_root normal qr solve_triangular uniform".split(), _nothing),
+    **dict.fromkeys("newton_schulz top_rows finite inverse_root normal qr solve_triangular".split(), _nothing),
     "optimizer": lambda **_: lambda f: f, "symmetric": None, "orthogonal": None, "triangular": None, "nonneg": None,
     **dict.fromkeys((*STATES.values(), "matrix_state", "low_rank_state", "scalar"),
                     lambda *_, **kw: SimpleNamespace(kind="state", when=kw.get("when"))),

@@ -76,8 +76,6 @@ class Writer:
                 return self.name(name), ATOM
             case ast.Subscript(ast.Name(name), index):
                 return self.name(name, ast.unparse(index)), ATOM
-            case ast.Call(ast.Name("normal" | "uniform" as name), [ast.Constant(label)]):
-                return self.name(name, str(label)), ATOM
             case ast.Constant(value):
                 return number(value)
             case ast.UnaryOp(op, operand):

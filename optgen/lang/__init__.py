@@ -8,7 +8,7 @@ from optgen.lang.declare import (
 from optgen.lang.matrices import (
     bjorck, column_norms, eigenvectors, finite, gram, identity, inverse_root, newton_schulz, norm_lower_bound,
     normal, orthogonal_iteration, qr, singular_vectors, solve_triangular, sorting, top_rows, trace, triangle,
-    uniform, unwide, wide, zero_product,
+    unwide, wide, zero_product,
 )
 from optgen.lang.optimizer import optimizer
 from optgen.lang.reductions import (
@@ -36,6 +36,6 @@ __all__ = [
     "optimizer", "orthogonal", "orthogonal_iteration", "orthograd", "power", "qr", "rint", "rms", "row", "row_max",
     "row_mean", "row_sum", "rows", "rsqrt", "sam", "scalar", "schedule_free", "shape_flag", "sigmoid", "sign",
     "singular_vectors", "snoo", "solve_triangular", "sorting", "spam_reset", "sqrt", "square", "state", "symmetric",
-    "tanh", "tensor_state", "top_rows", "total", "trace", "triangle", "triangular", "uniform", "unwide",
+    "tanh", "tensor_state", "top_rows", "total", "trace", "triangle", "triangular", "unwide",
     "warmed_up", "where", "wide", "wrapper", "zclip", "zero_product",
 ]  # fmt: skip

@@ -52,7 +52,7 @@ def _check_call(spec: Spec, node: Node, trace: Trace) -> None:
         remedy = 'write matrix="heads", under which each block of rows is a matrix, or matrix="first"'
         raise UserError("E129", loc=place, function=_called(node), why=why, remedy=remedy)
     scalars = node.args[CALLS[node.attr] :] if node.op == "call" else ()
-    if node.attr in ("normal", "uniform", "bjorck") and not _is_whole(spec, scalars[0]):
+    if node.attr in ("normal", "bjorck") and not _is_whole(spec, scalars[0]):
         hint = "floor(x) is whole, and a hyper-parameter with whole=True"
         raise UserError("E103", loc=place, function=_called(node), want="a whole number", got="another", hint=hint)
     if (least := _LEAST.get(str(node.attr))) and scalars:

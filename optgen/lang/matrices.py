@@ -183,28 +183,18 @@ def normal(like: Num, key: Num) -> Any:
     key   a whole number, such as that of the step; the numbers depend on it and on the parameter's name (its position
           where it has none) alone: not on the device, the ranks, or other parameters
     """
-    return _drawn("normal", like, key)
-
-
-def uniform(like: Num, key: Num) -> Any:
-    """Random numbers as those of `normal`, evenly spread over 0 <= x < 1: multiples of 2^-24."""
-    return _drawn("uniform", like, key)
-
-
-def _drawn(name: str, like: Num, key: Num) -> Any:
-    """A function of random numbers; on tensors those of a parameter without a name, the first of its optimizer."""
-    stream: Any = keys.stream_key(0)
     if isinstance(key, str):
-        hint = f"{name}(like, key) is of whole matrices; rows and elements have none of their own"
+        hint = "normal(like, key) is of whole matrices; rows and elements have none of their own"
         want = "a whole number as its key"
-        raise UserError("E103", loc=author_loc(), function=f"{name}()", want=want, got=repr(key), hint=hint)
+        raise UserError("E103", loc=author_loc(), function="normal()", want=want, got=repr(key), hint=hint)
+    stream: Any = keys.stream_key(0)  # of tensors: that of a parameter without a name, the first of its optimizer
     if isinstance(like, Value):
         stream = Value(ir.extent("stream"), like.record)
     elif type(like).__module__.startswith("torch"):
         from optgen.runtime.reference import matrices
 
         stream = matrices.streams(stream, like.shape[:-2], like.device)
-    return _call(name, (like,), (key, stream))
+    return _call("normal", (like,), (key, stream))
 
 
 def _recorded(node: ir.Node, x: Value) -> Value:

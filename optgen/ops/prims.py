@@ -205,7 +205,7 @@ PRIMS: dict[str, Prim] = {p.name: p for p in _ROWS}
 CALLS = {
     "newton_schulz": 1, "qr": 1, "eigenvectors": 1, "sorting": 1, "inverse_root": 1, "orthogonal_iteration": 2,
     "solve_triangular": 2, "triangle": 1, "identity": 1, "unwide": 2, "singular_vectors": 2, "column_norms": 2,
-    "normal": 1, "uniform": 1, "top_rows": 1, "newton_schulz_of_rows": 1, "finite": 2, "bjorck": 1,
+    "normal": 1, "top_rows": 1, "newton_schulz_of_rows": 1, "finite": 2, "bjorck": 1,
     "norm_lower_bound": 1,
 }  # fmt: skip
 """Function of whole matrices -> how many of its operands are matrices."""

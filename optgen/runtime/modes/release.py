@@ -26,7 +26,7 @@ from optgen.runtime.layout import sharding
 from optgen.runtime.modes.accumulated import GradientAccumulator, steps_of
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
-from optgen.runtime.records import Variant, as_float, as_int
+from optgen.runtime.records import as_float, as_int
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import state
 from optgen.runtime.step.stepper import Stepper
@@ -48,7 +48,6 @@ class ReleasedParameter:
     """
 
     roomy: bool
-    variant: Variant
 
     def __init__(self, release: Release, owner: Owner, entry: Entry, old: ReleasedParameter | None) -> None:
         """Take a parameter's place in the optimizer; old: the one of its place before, which counts on."""
@@ -82,7 +81,6 @@ class ReleasedParameter:
         now = (group["plan"], *own, options.flags_of(owner.cls, group), self.p.shape)
         if now != self.options:
             steps = steps_of(owner.cls, group, self.p, self.entry.name)
-            self.variant = steps[0]
             self.roomy = any(temp.space == "elem" for variant in steps for temp in variant.temps)
             self.options = now
 
