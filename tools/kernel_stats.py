@@ -564,7 +564,9 @@ def of_stages(name: str, module: Any, variant: Any) -> Iterable[Job]:
             sweep, warps, grad = known["SWEEP"], module.WARPS[stage.kernel], getattr(tl, variant.param)
             shapes = [torch.Size((n, 4096)) for n in (2**17, 4096)]
             for rows, across in dict.fromkeys(workspace.panel(variant, stage, shape) for shape in shapes):
-                of = {"SWEEP": launched(sweep, grad=grad, tiles=rows, tile=1, across=across, aligned=True)}
+                tile = launch.stages.rows_together(stage, across)
+                how = {"tiles": rows // tile, "tile": tile, "across": across, "aligned": True}
+                of = {"SWEEP": launched(sweep, grad=grad, **how)}
                 which = f"{name}.{number}" + "_few" * (across < sweep.across)
                 yield from _staged(which, module, stage.kernel, of, across, warps, True)
             of = {"SWEEP": launched(sweep, grad=grad, tiles=16, tile=1, ragged=True)}
@@ -578,14 +580,16 @@ def _staged(
     from optgen.runtime.step import launch
 
     fn = getattr(module, function)
-    grain = (constants["SWEEP"].tiles, width) if panels else (0, 0)
+    sweep = constants.get("SWEEP")
+    grain = (sweep.tiles * sweep.tile, width) if panels else (0, 0)
+    elements = width * sweep.tile if panels else width
     signature = {a: _POINTERS.get(a, "fp32") for a in fn.arg_names if a not in constants}
     for target, gpu in TARGETS.items():
         planned = function + "_few" * name.endswith("_few")
         told = launch.limits(module, planned, gpu.arch // 10) if gpu.backend == "cuda" and panels else {}
         fewer = max(warps * 32 // gpu.warp_size, 1)
         yield Job(
-            name, fn, signature, constants, width, fewer, ("table", "work"), (target,), panels, options=told,
+            name, fn, signature, constants, elements, fewer, ("table", "work"), (target,), panels, options=told,
             grain=grain, **(dict(zip(("bytes", "loads"), moved(constants["SWEEP"]), strict=True)) if panels else {}),
         )  # fmt: skip
 

@@ -24,8 +24,9 @@ MOST = 0.95
 
 KNOWN: Mapping[str, float] = {
     "adadelta.int8_split24": 1.27, "adahessian.int8_split24": 1.08, "adai.int8_split24.4": 1.06,
-    "adalite.int8_split24.19": 1.14, "adalite.int8_split24.19_few": 1.26, "adalite.int8_split24.7_few": 1.31,
-    "adam_atan2.int8_split24": 1.15, "adamg.int8_split24": 1.42, "adamp.int8_split24.1": 1.02,
+    "adalite.int8_split24.19": 1.14, "adalite.int8_split24.19_few": 1.25, "adalite.int8_split24.7_few": 1.33,
+    "adam_atan2.int8_split24": 1.15, "adam_mini.int8_split24.1_few": 0.98, "adamg.int8_split24": 1.42,
+    "adamp.int8_split24.1": 1.02,
     "adamp.int8_split24.1_few": 1.25, "adamuon.int8_split24.1": 1.0, "adamw.bnb8": 1.91, "adamw.flashoptim": 1.05,
     "adamw.int4_factored_split24.2_few": 1.06, "adamw.int4_split24": 1.07, "adamw.int5_factored_split24.2_few": 1.06,
     "adamw.int5_split24": 1.22, "adamw.int6_split24": 1.18,
@@ -34,20 +35,21 @@ KNOWN: Mapping[str, float] = {
     "adamod.int8_split24": 0.96, "adan.int8_split24": 1.0, "adashift.int8_split24.1": 1.12,
     "adasmooth.int8_split24": 1.05, "apollo_qn.int8_split24.1": 1.48, "came.int8_split24.10": 1.03,
     "came.int8_split24.10_few": 1.22, "cautious_adamw.int8_split24.1": 1.32, "cautious_lion.int8_split24.1": 1.04,
-    "dadapt_adam.int8_split24.2": 0.98, "dadapt_adam.int8_split24.2_few": 1.0, "dadapt_adan.int8_split24.2": 1.05,
-    "dadapt_adan.int8_split24.2_few": 1.06, "diffgrad.int8_split24": 1.16, "exadam.int8_split24": 1.03,
+    "dadapt_adam.int8_split24.2": 0.98, "dadapt_adam.int8_split24.2_few": 1.0, "dadapt_adan.int8_split24.2": 1.08,
+    "dadapt_adan.int8_split24.2_few": 1.09, "diffgrad.int8_split24": 1.16, "exadam.int8_split24": 1.03,
     "ftrl.int8_split24": 0.97, "grokfast_adamw.int8_split24": 0.96,
     "kate.int8_split24": 1.43, "padam.int8_split24": 1.37, "prodigy.int8_split24.5": 1.05, "racs.int8_split24.4": 1.18,
-    "racs.int8_split24.4_few": 1.3, "sadam.int8_split24": 1.71, "sgdf.int8_split24": 0.98, "soap.int8_split24.3": 0.97,
+    "racs.int8_split24.4_few": 1.33, "sadam.int8_split24": 1.71, "sgdf.int8_split24": 0.98, "soap.int8_split24.3": 0.97,
     "spam.int8_split24": 0.96, "stable_adamw.int8_split24.1": 1.14, "stable_adamw.int8_split24.1_few": 1.14,
     "vradam.int8_split24.1": 1.03, "vradam.int8_split24.1_few": 1.06, "vsgd.int8_split24": 1.16,
 }  # fmt: skip
 """Sweeps of which one pipe is busy for longer, and for which share."""
 
 SPILLING = (
-    "acprop.int8_split24", "adadelta.int8_split24", "adamw.int5_factored_split24.7", "adamw.torchao_fp8",
-    "apollo_qn.int8_split24.3", "apollo_qn.int8_split24.3_few", "kate.int8_split24", "rprop.int8_split24",
-    "sadam.int8_split24", "sgdf.int8_split24", "shampoo.int8_split24.1", "soap.int8_split24.3",
+    "acprop.int8_split24", "adadelta.int8_split24", "adamw.int4_factored_split24.7", "adamw.int5_factored_split24.7",
+    "adamw.torchao_fp8", "apollo_qn.int8_split24.3", "apollo_qn.int8_split24.3_few", "kate.int8_split24",
+    "rprop.int8_split24", "sadam.int8_split24", "sgdf.int8_split24", "shampoo.int8_split24.1", "soap.int8_split24.3",
+    "soap_muon.int8_split24.15_few", "soap_muon.int8_split24.2_few",
 )  # fmt: skip
 """Sweeps that spill in the registers that are planned for them, and so are compiled again at the first step."""
 

@@ -70,8 +70,8 @@ def _add_sweep(out: Any, name: str, variant: Variant, stage: Stage, frame: Frame
     if isinstance(record, Panels):
         out.WARPS[name] = _warps(record.across)
         limit = _panel_registers(variant, record)
-        if limit or not any(columns for *_, columns in record.sums):  # those fit in 64 where nothing says 128
-            out.OPTIONS[f"{name}_few"] = {"maxnreg": limit or 128}  # of panels of one part
+        if few := _few_registers(record, limit):
+            out.OPTIONS[f"{name}_few"] = {"maxnreg": few}
     else:
         tile = _tile(record)
         # For one warp a segment takes 20 us, whatever the device; codes of wider tiles would cross warps.
@@ -394,6 +394,16 @@ def _panel_registers(variant: Variant, record: Panels) -> int | None:
     return 96 if len(record.sums) == 1 else 128
 
 
+def _few_registers(record: Panels, limit: int | None) -> int | None:
+    """Return the same for the smaller panels of a matrix that has few: as many as a processor holds at a time."""
+    of_columns = any(columns for *_, columns in record.sums)
+    if limit:
+        return limit if of_columns else limit - 32
+    if record.stores and of_columns:  # those fit in 64 where nothing says 128
+        return None
+    return 128 if record.stores and (record.sums or record.packed()) else 64
+
+
 def registers(variant: Variant, record: KernelSweep, tile: int) -> int | None:
     """Return the registers per thread that a kernel is expected to fit in, counted on sm_80 to sm_100; None: no limit.
 
@@ -401,7 +411,7 @@ def registers(variant: Variant, record: KernelSweep, tile: int) -> int | None:
     """
     states = [x for x in record.values if x.name in variant.states]
     if len(states) > 2:
-        return None
+        return _registers_of_many(record)
     if tile > max(TILE, record.block):
         # With two terms compilers spill at 136 (Triton 3.6), and 8 bytes again at 144 to 160 (Triton 3.9).
         full = any(dtype is not None and _bits(dtype) == 32 and not kind for _, dtype, kind in record.buffers)
@@ -413,6 +423,12 @@ def registers(variant: Variant, record: KernelSweep, tile: int) -> int | None:
     in_pieces = any(sum(record.kind(i) == "eight" for i in x.fields) > 1 for x in states)
     most = 96 if _is_wide(variant, record, states) else 64
     return most + 16 * in_pieces + (32 if record.strict else 16) * len(record.sums)
+
+
+def _registers_of_many(record: KernelSweep) -> int | None:
+    """Return the same for more than two states.  Left alone, compilers take 168 and 242 for D-Adaptation's sums."""
+    stores = len(record.stores)
+    return 64 + 16 * stores if record.sums and stores > 2 and not record.strict else None
 
 
 def _is_wide(variant: Variant, record: KernelSweep, states: Iterable[StoredValue]) -> bool:

@@ -56,6 +56,11 @@ ROWS = 1
 """Rows per tile of a panel: 1, 2, 4 or 8; in fast maths another number is another order of sums."""
 
 
+def rows_together(stage: Stage, across: int) -> int:
+    """Return the rows per tile of a panel: more where a tile's row loads nothing but 256 gradients."""
+    return 4 if across == 256 and stage.reads == ("g",) else ROWS
+
+
 @dataclass(frozen=True)
 class Live:
     """The tensors of a bucket that have elements.
@@ -275,12 +280,13 @@ class _Maker:
             return (1, flat), tiles(shape, block, max(256, block))
         matrices, height, columns = self.sizes[i]
         rows, across = workspace.panel(self.variant, stage, shape)
-        per_item = rows // ROWS
+        together = rows_together(stage, across)
+        per_item = rows // together
         place = self.places[i]
         eights = block > 1 or not (place.width % 8 or place.column % 8)
         aligned = self.own[i] and columns % 16 == 0 and eights
         count = matrices * -(-height // rows) * -(-columns // across) * per_item
-        return how(tiles=per_item, tile=ROWS, across=across, aligned=aligned), count
+        return how(tiles=per_item, tile=together, across=across, aligned=aligned), count
 
     def _segment(self, stage: Stage, count: int) -> int:
         """Return the elements whose sum is one partial result of a tensor that has so many tiles."""

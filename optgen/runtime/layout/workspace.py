@@ -70,8 +70,7 @@ def panel(variant: Variant, stage: Stage, shape: torch.Size) -> tuple[int, int]:
     few = few and not (variant.rule and variant.rule.strict)
     if "col" not in summed:  # two states and sums of rows of four parts at a time take 222 registers (AdamP)
         crowded = few and summed and len({*variant.states} & {*variant.owners_in(stage)}) > 1
-        narrow = few and summed and not variant.stored_by(stage)  # compilers load two parts at once, not four
-        return (16, 256) if crowded else (8, wide // 2 if narrow else wide)
+        return (16, 256) if crowded else (8, wide // 2 if few else wide)  # compilers load two parts at once, not four
     return (16, 256) if few else (sums.PANEL_ROWS, wide)
 
 
