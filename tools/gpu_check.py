@@ -131,7 +131,8 @@ class Run:
         kept = all(earlier.get("machine", {}).get(key) == self.machine[key] for key in same)
         rows = outcomes(self.tests_path).values() if kept else ()
         race.write(self.tests_path, "".join(json.dumps(row) + "\n" for row in rows))  # whole lines
-        self.data: dict[str, Any] = earlier if kept else {"sections": {}, "missing": {}, "memory": [], "left": {}}
+        begun = {"sections": {}, "missing": {}, "memory": [], "symmetric": [], "left": {}}
+        self.data: dict[str, Any] = earlier if kept else begun
         self.data["machine"] = self.machine
         self.workers: list[subprocess.Popen[bytes]] = []
 
@@ -154,6 +155,12 @@ class Run:
                 [memory.WAYS[r["way"]], *(f"{r[k]:.2f}" for k in ("per_parameter", "first", "counted"))] for r in peaks
             ]
             lines += [*table(("bytes per parameter", "peak of a step", "of the first step", "counted"), cells), ""]
+        if self.data["symmetric"]:
+            cells = [[f"{r['matrices']}, up to {r['largest'][0]} x {r['largest'][1]}",
+                      *(f"{1e6 * r[k]:.0f}" for k in ("torch", "triangles")), f"{r['apart']:.1e}"]
+                     for r in self.data["symmetric"]]  # fmt: skip
+            head = ("matrices", "torch, us", "triangles, us", "difference")
+            lines += ["## Five rounds of Newton-Schulz", "", *table(head, cells), ""]
         self.data["checks"] = lines
         race.save(self.path, self.data)
         race.write(self.path.with_suffix(".md"), race.markdown(self.data))
@@ -215,6 +222,13 @@ class Run:
                 shapes = [(min(10**9, int(race.free_memory("cuda") / 30) // 1000 * 1000),)]
             chosen = [c for c in entrants if self.takes_part(c, name)]
             self.section(name, title, shapes, chosen, rounds if name != "llama_8b" else rounds // 3 or 1, steps, until)
+        from tools.bench import symmetric
+
+        of_gpt2 = [(768, 2304), (768, 768), (768, 3072), (768, 3072)] * 12
+        for shapes in ([(4096, 4096)], of_gpt2) if not self.dry else ([(40, 72), (8, 64)],):
+            if time.monotonic() < until and len(shapes) not in [row["matrices"] for row in self.data["symmetric"]]:
+                self.data["symmetric"].append(symmetric.race(shapes, self.asked.device, 1 if self.dry else 10))
+                self.save()
 
     def takes_part(self, c: Contender, name: str) -> bool:
         """Return True if a contender is timed over a list."""

@@ -109,14 +109,15 @@ class Kernel:
             return lambda frame: frame.launch.whole_warps(frame, s, members(frame))
         if base in text.BRANCHES:
             return self._branch(s, base, block)
+        if base in ("membar", "fence") or re.match(r"(cp\.async|wgmma)\.(fence|commit_group|wait_group)\b", s.opcode):
+            return lambda frame: None  # programs run in step, and what may come later comes at once
         special = {"ld": self._load, "st": self._store, "shfl": self._shuffle, "redux": self._redux}
         special |= {"ldmatrix": self._matrix, "stmatrix": self._matrix, "mov": self._move}
+        special |= {"cp": self._copy, "wgmma": self._product}
         if base in special:
             return special[base](s)
         if base == "setp" and s.opcode.endswith("16x2"):
             return self._compare_pairs(s)
-        if base in ("membar", "fence"):  # programs run in step
-            return lambda frame: None
         return self._value(s)
 
     # Operands
@@ -363,6 +364,52 @@ class Kernel:
         return move
 
 
+    def _copy(self, s: Statement) -> Step:
+        """cp.async of 16 bytes to shared memory, or of zeros (ISA 9.7.9.25.3)."""
+        if s.opcode != "cp.async.cg.shared.global" or len(s.operands) != 4 or int(s.operands[2], 0) != 16:
+            raise PTXError(f"{self.name}: {s.text}")
+        to, source = map(self._address, s.operands[:2])
+        size = self._operand(s.operands[3], "u32")
+        guard, word = self._guard(s), np.dtype(np.uint32)
+
+        def copy(frame: Frame) -> None:
+            mask, some = guard(frame), size(frame) == 16
+            if (~some & (size(frame) != 0)).any():
+                raise PTXError(f"{self.name}: part of 16 bytes at {s.text}")
+            taken = some if mask is None else some & mask
+            values = frame.launch.load("global", source(frame), word, 4, taken, frame, s)
+            frame.launch.store("shared", to(frame), values, mask, frame, s)
+
+        return copy
+
+    def _product(self, s: Statement) -> Step:
+        """wgmma.mma_async of bf16 in shared memory, whose rows lie along the sum, 128 bytes each (ISA 9.7.15)."""
+        found = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", s.opcode)
+        if found is None or s.guard or s.operands[4:] != ("1", "1", "0", "0"):
+            raise PTXError(f"{self.name}: {s.text}")
+        names, columns, lane = parts(s.operands[0].strip("{} ")), int(found[1]), np.arange(128)
+        left, right = (self._operand(word, "b64") for word in s.operands[1:3])
+        adds = self._operand(s.operands[3], "pred")
+        held, puts = [self._operand(x, "f32") for x in names], [self._put(x, "f32", self._guard(s)) for x in names]
+        entry = np.arange(len(names))[:, None]
+        row = lane // 32 * 16 + lane % 32 // 4 + entry // 2 % 2 * 8
+        column = entry // 4 * 8 + lane % 4 * 2 + entry % 2
+
+        def product(frame: Frame) -> None:
+            frame.launch.whole_warps(frame, s, ALL)
+            groups = frame.lanes.reshape(-1, 128)
+            if (groups != groups[:, :1] + lane).any() or (groups[:, 0] % 128).any():
+                raise PTXError(f"{self.name}: threads of four warps are missing at {s.text}")
+            a, b = (frame.launch.tile(frame.spread(x(frame))[::128], groups[:, 0], rows, s)
+                    for x, rows in ((left, 64), (right, columns)))  # fmt: skip
+            made = (a @ b.swapaxes(1, 2))[:, row, column].swapaxes(0, 1).reshape(len(names), -1)
+            kept = frame.spread(adds(frame))
+            for k, put in enumerate(puts):
+                put(frame, (made[k] + np.where(kept, frame.spread(held[k](frame)), 0)).astype(np.float32))
+
+        return product
+
+
 class Launch:
     """One launch of a kernel.
 
@@ -481,6 +528,20 @@ class Launch:
             self.touched.append((key, program, lanes // 32, self.epochs[program], width, written))
         memory, origin = (_HOST, LOWEST) if space == "global" else (self.rooms, 0)
         return memory[size], ((at - np.uint64(origin)) // np.uint64(size)).astype(np.int64), selected
+
+    def tile(self, descriptor: Array, lanes: Array, rows: int, s: Statement) -> Array:
+        """Return (groups, rows, 16) in fp64: bf16 in shared memory, swizzled within 1024 bytes as descriptors say."""
+        if (descriptor >> np.uint64(62) != 1).any() or (descriptor >> np.uint64(49) & np.uint64(7)).any():
+            raise PTXError(f"{self.kernel.name}: rows of other than 128 bytes at {s.text}")
+        begin, stride = ((descriptor >> np.uint64(k) & np.uint64(0x3FFF)) << np.uint64(4) for k in (0, 32))
+        row, k = np.arange(rows)[:, None], np.arange(16)
+        at = (begin[:, None, None] + stride[:, None, None] * (row // 8) + row % 8 * 128 + 2 * k).astype(np.int64)
+        at ^= (at >> 7 & 7) << 4
+        if (at + 2 > self.shared).any():
+            raise PTXError(f"{self.kernel.name}: outside shared memory at {s.text}")
+        at += (lanes // self.kernel.text.threads * self.shared)[:, None, None]
+        bits = self.rooms[2][at // 2].astype(np.uint32) << np.uint32(16)
+        return bits.view(np.float32).astype(np.float64)
 
     def _check(self, at: Array, width: int, s: Statement) -> None:
         for again in (False, True):  # what was known before is looked at first
