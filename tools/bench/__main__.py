@@ -6,6 +6,7 @@
     kernel    one C++ kernel by itself, or beside the text that another revision has kept
     matrices  steps of rules of matrices beside the products that they consist of (docs/formats.md)
     memory    the peak of whole training steps (docs/benchmarks/memory-*.md)
+    views     steps that write views beside quantizers after a step (docs/views.md)
     watch     steps under `opt.watch` beside plain ones (docs/watch.md)
 
 `tools/gpu_check.py` times a GPU.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-WHAT = ("cpu", "first_use", "host", "kernel", "matrices", "memory", "watch")
+WHAT = ("cpu", "first_use", "host", "kernel", "matrices", "memory", "views", "watch")
 
 
 def main(given: list[str]) -> int:
