@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import optgen
+from optgen.backends.matrices import matrix_function, needs
+from optgen.driver.steps import rule_step
 from optgen.lang import (
     bjorck,
     flag,
@@ -23,6 +25,7 @@ from optgen.lang import (
     unwide,
     wide,
 )  # fmt: skip
+from optgen.runtime.reference import matrices
 from tests.test_matrices import drawn
 
 U = 2.0**-24
@@ -108,3 +111,35 @@ def test_the_lower_bound_of_a_spectral_norm_is_one() -> None:
             assert (bound <= exact * (1 + 8 * len(square) ** 0.5 * shape[-2] * U)).all()
             assert (bound >= square.norm(dim=-2).amax(-1)[..., None, None] * (1 - 8 * shape[-2] * U)).all()
     assert torch.equal(norm_lower_bound(torch.zeros(2, 3, 3)), torch.zeros(2, 3, 3))
+
+
+@optimizer(cite="nobody", matrix="heads")
+def averaging(
+    p, g, t,
+    left=matrix_state("rows"),
+    right=matrix_state("columns"),
+    *,
+    lr=hyper(1e-2, ge=0),
+    careful=flag(False),
+):  # fmt: skip
+    """Two averages, the second of what it was and of its square."""
+    left = 0.5 * left + 0.25 * gram(g)
+    right = 0.5 * right + 0.25 * right @ gram(g.T)
+    if careful:
+        right = g.T @ inverse_root(left, 2.0) @ g + right
+    p = p - lr * (left @ g @ right)
+    return p, left, right
+
+
+def test_only_states_that_are_read_once_are_written_in_place() -> None:
+    """A function in which LAPACK may raise an error leaves its operands as they are, too."""
+    for careful, written in ((False, {"left"}), (True, set[str]())):
+        step = rule_step(averaging, {"careful": careful}, "fast")
+        (schedule,) = (x.schedule for x in step.stages if x.call == "whole")
+        text = matrix_function(schedule, "made")
+        scope: dict[str, Any] = {"torch": torch} | {x: getattr(matrices, x) for x in needs([text])}
+        exec("\n".join(text), scope)
+        given = {x: drawn(6, 6) + 6 * torch.eye(6) for x in schedule.sweep.reads}
+        kept = {x: y.clone() for x, y in given.items()}
+        scope["made"](*given.values(), *(2.0 for _ in schedule.program.host))
+        assert {x for x in given if not torch.equal(given[x], kept[x])} == written

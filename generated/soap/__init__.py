@@ -74,9 +74,9 @@ def soap_matrices_2(
 ):
     turned_2_transpose = turned_2.mT
     # 68  left = shampoo_beta * left + (1 - shampoo_beta) * gram(turned)
-    left = gram(turned_2).mul_(one_minus_shampoo_beta).add_(shampoo_beta * left)
+    left = left.mul_(shampoo_beta).add_(gram(turned_2).mul_(one_minus_shampoo_beta))
     # 70  right = shampoo_beta * right + (1 - shampoo_beta) * gram(turned.T)
-    right = gram(turned_2_transpose).mul_(one_minus_shampoo_beta).add_(shampoo_beta * right)
+    right = right.mul_(shampoo_beta).add_(gram(turned_2_transpose).mul_(one_minus_shampoo_beta))
     update = basis_left @ update_whole        # 63  update = basis_left @ update if by_rows else update
     update = Product(update, basis_right.mT)  # 64  update = update @ basis_right.T if by_columns else update
     return left, right, update
@@ -88,7 +88,7 @@ def soap_matrices_no_by_columns(basis_left, g_whole):
 
 
 def soap_matrices_no_by_columns_2(left, basis_left, update_whole, turned, shampoo_beta, one_minus_shampoo_beta):
-    left = gram(turned).mul_(one_minus_shampoo_beta).add_(shampoo_beta * left)  # 68
+    left = left.mul_(shampoo_beta).add_(gram(turned).mul_(one_minus_shampoo_beta))  # 68
     update = Product(basis_left, update_whole)  # 63
     return left, update
 
@@ -99,7 +99,7 @@ def soap_matrices_no_by_rows(basis_right, g_whole):
 
 
 def soap_matrices_no_by_rows_2(right, basis_right, update_whole, turned, shampoo_beta, one_minus_shampoo_beta):
-    right = gram(turned.mT).mul_(one_minus_shampoo_beta).add_(shampoo_beta * right)  # 70
+    right = right.mul_(shampoo_beta).add_(gram(turned.mT).mul_(one_minus_shampoo_beta))  # 70
     update = Product(update_whole, basis_right.mT)  # 64
     return right, update
 
@@ -109,7 +109,7 @@ def soap_matrices_refresh(
     one_minus_shampoo_beta, moves,
 ):
     turned_2_transpose = turned_2.mT
-    left = gram(turned_2).mul_(one_minus_shampoo_beta).add_(shampoo_beta * left)  # 68
+    left = (shampoo_beta * left).add_(gram(turned_2).mul_(one_minus_shampoo_beta))  # 68
     left_call = finite(left, 0.0)
     # 72  order, turn, left, basis_left = policies.renewed(left, basis_left, known=t > 1)
     order = sorting(left_call)
@@ -117,7 +117,7 @@ def soap_matrices_refresh(
     turn_transpose = turn.mT
     left = turn_transpose @ left_call @ turn  # 72
     basis_left_2 = bjorck(basis_left @ turn, 1.0)  # 72
-    right = gram(turned_2_transpose).mul_(one_minus_shampoo_beta).add_(shampoo_beta * right)  # 70
+    right = (shampoo_beta * right).add_(gram(turned_2_transpose).mul_(one_minus_shampoo_beta))  # 70
     right_call = finite(right, 0.0)
     # 75  order, turn, right, basis_right = policies.renewed(right, basis_right, known=t > 1)
     order_2 = sorting(right_call)
@@ -152,7 +152,7 @@ def soap_matrices_refresh_no_by_columns(
     left, basis_left, update_whole, turned, exp_avg_whole, exp_avg_sq_whole, shampoo_beta, one_minus_shampoo_beta,
     moves,
 ):
-    left = gram(turned).mul_(one_minus_shampoo_beta).add_(shampoo_beta * left)  # 68
+    left = (shampoo_beta * left).add_(gram(turned).mul_(one_minus_shampoo_beta))  # 68
     left_call = finite(left, 0.0)
     order = sorting(left_call)  # 72
     turn = finite(orthogonal_iteration(left_call, moves * order), order)  # 72
@@ -177,7 +177,7 @@ def soap_matrices_refresh_no_by_rows(
     right, basis_right, update_whole, exp_avg_whole, turned, exp_avg_sq_whole, shampoo_beta, one_minus_shampoo_beta,
     moves,
 ):
-    right = gram(turned.mT).mul_(one_minus_shampoo_beta).add_(shampoo_beta * right)  # 70
+    right = (shampoo_beta * right).add_(gram(turned.mT).mul_(one_minus_shampoo_beta))  # 70
     right_call = finite(right, 0.0)
     order = sorting(right_call)  # 75
     turn = finite(orthogonal_iteration(right_call, moves * order), order)  # 75

@@ -48,6 +48,15 @@ def _late(stores: Iterable[Store], roots: Sequence[Node]) -> Collection[int]:
     return found
 
 
+def _overwritten(stores: Iterable[Store], roots: Sequence[Node]) -> Collection[int]:
+    """Return the numbers of states that a function reads once and stores, if nothing in it may raise an error."""
+    nodes, stored = postorder(roots), {s.buffer for s in stores}
+    uses = Counter(x.uid for x in (*(s.node for s in stores), *(a for n in nodes for a in n.args)))
+    if any(n.op == "call" and n.attr not in ("unwide", "column_norms") for n in nodes):
+        return ()
+    return {n.uid for n in nodes if n.op == "load" and n.attr in stored and uses[n.uid] == 1}
+
+
 def _matmul(late: Collection[int], p: Printer, n: Node) -> Text:
     x, y = n.args
     if n.uid in late:
@@ -57,21 +66,12 @@ def _matmul(late: Collection[int], p: Printer, n: Node) -> Text:
     return f"{p.text(x, 20)} @ {p.text(y, 21)}", 20
 
 
-def _div(p: Printer, n: Node) -> Text:
-    """Spell a quotient of a number and a matrix as torch computes it."""
-    x, y = n.args
-    if x.op != "const" or y.space == spaces.host:
-        return f"{p.text(x, 20)} / {p.text(y, 21)}", 20
-    reciprocal = f"{p.text(y, ATOM)}.reciprocal()"
-    return (reciprocal, ATOM) if x.attr == 1 else (f"{p.text(x, 20)} * {reciprocal}", 20)
-
-
-def _add(p: Printer, n: Node) -> Text:
-    """Spell an average with a product, which nobody else reads, so that it is made in the product's place."""
-    if all(x.op == "mul" and x.args[0].space == spaces.host and x.args[1].space == n.space for x in n.args):
-        (beta, x), (alpha, product) = (part.args for part in n.args)
-        if product.op == "matmul" and product.uid not in p.names:
-            return f"{p.text(product, ATOM)}.mul_({p.text(alpha)}).add_({p.text(beta, 20)} * {p.text(x, 21)})", ATOM
+def _in_place(method: str, overwritten: Collection[int], p: Printer, n: Node) -> Text:
+    """Spell a sum or a product in the place of an operand that nobody else reads."""
+    for x, y in (n.args, n.args[::-1]) if n.space != spaces.host else ():
+        made = x.op in ("matmul", "add", "mul", "sqrt") and x.uid not in p.names
+        if x.space == n.space and (made or x.uid in overwritten):
+            return f"{p.text(x, ATOM)}.{method}_({p.text(y)})", ATOM
     return p.infix(n)
 
 
@@ -88,8 +88,6 @@ SPELL: dict[str, Spelling] = {
     "extent": lambda p, n: (str(n.attr), ATOM),
     "transpose": method("mT"),
     "call": _called,
-    "add": _add,
-    "div": _div,
     "to_wide": function("wide"),
     "zero_product": function("zero_product"),
     "abs": method("abs()"),
@@ -115,8 +113,10 @@ def matrix_function(schedule: Schedule, name: str) -> list[str]:
     """
     lets = schedule.sweep.lets
     loads = {let.node.attr: let for let in lets if let.node.op == "load"}
-    late = _late(schedule.sweep.stores, schedule.program.roots())
-    printer = Printer({**SPELL, "matmul": partial(_matmul, late)}, {let.node.uid: let.name for let in loads.values()})
+    values = schedule.sweep.stores, schedule.program.roots()
+    overwritten, late = _overwritten(*values), _late(*values)
+    spell = {x: partial(_in_place, x, overwritten) for x in ("add", "mul")} | {"matmul": partial(_matmul, late)}
+    printer = Printer({**SPELL, **spell}, {let.node.uid: let.name for let in loads.values()})
     names = [loads[x].name for x in schedule.sweep.reads]
     lines = [(f"{x.name} = {printer.bind(x)}", comment_of(x)) for x in lets if x.node.op != "load"]
     scalars = [let.name for let in schedule.program.host]

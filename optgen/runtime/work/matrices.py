@@ -204,7 +204,7 @@ class _Function:
             memory = dict(zip(names[reads:], some[count:], strict=True))
             self._compute(batch, count, fields, memory, streams, extents, *given)
         for kept, name in zip(some[count:], names[reads:], strict=True):
-            if fields[name] is kept[0]:
+            if fields[name].data_ptr() == kept[0].data_ptr():
                 continue
             made = list(fields[name].unbind()) if len(kept) > 1 else [fields[name]]
             torch._foreach_copy_(list(kept), made)

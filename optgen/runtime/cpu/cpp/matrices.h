@@ -81,18 +81,21 @@ struct States {
         return out;
     }
 
-    // Calls visit(place, row, column) for a group of the folded lower triangle, whose rows are one row of it and a
-    // shorter one backwards.
-    template <class Visit> void fold(int64_t first, const Visit &visit) const {
+    // Calls visit(place, row, column) for some columns of a group of the folded lower triangle, whose rows are one row
+    // of it and a shorter one backwards.
+    template <class Visit> void fold(int64_t first, int64_t tile, const Visit &visit) const {
         const int64_t width = rows - 1, end = std::min(first + BLOCK, half());
-        for (int64_t tile = 0; tile < width; tile += TILE)
-            for (int64_t a = first; a < end; a++) {
-                const int64_t row = width - a, at = (a - first) * width;
-                for (int64_t j = tile; j < std::min(tile + TILE, row); j++)
-                    visit(at + j, row, j);
-                for (int64_t j = tile; a < row && j < std::min(tile + TILE, a); j++)
-                    visit(at + width - 1 - j, a, j);
-            }
+        for (int64_t a = first; a < end; a++) {
+            const int64_t row = width - a, at = (a - first) * width;
+            for (int64_t j = tile; j < std::min(tile + TILE, row); j++)
+                visit(at + j, row, j);
+            for (int64_t j = tile; a < row && j < std::min(tile + TILE, a); j++)
+                visit(at + width - 1 - j, a, j);
+        }
+    }
+    template <class Visit> void fold(int64_t first, const Visit &visit) const {
+        for (int64_t tile = 0; tile < rows - 1; tile += TILE)
+            fold(first, tile, visit);
     }
 
     void encode(int64_t g, const Rounding &rounded, float *y) const {
@@ -165,15 +168,28 @@ struct States {
         for (int64_t a = g * BLOCK; a < std::min((g + 1) * BLOCK, half()); a++)
             for (const int64_t i : {a, rows - 1 - a})
                 x[i * rows + i] = diagonal[i];
-        if (codec == SYMMETRIC)
-            fold(g * BLOCK, [&](int64_t at, int64_t i, int64_t j) {
-                x[i * rows + j] = x[j * rows + i] = room[at] * size[i] * size[j];
+        // Rows [last, rows - first) and the shorter ones; the other triangle is written row by row, since the rows of a
+        // column may share one set of a cache.
+        const int64_t first = g * BLOCK, end = std::min(first + BLOCK, half()), last = rows - end;
+        for (int64_t tile = 0; tile < rows - 1; tile += TILE) {
+            float longer[TILE][BLOCK], shorter[TILE][BLOCK];
+            for (int64_t j = tile + TILE; j < std::min(tile + 2 * TILE, rows - 1); j++)
+                for (int64_t k = 0; k < BLOCK; k += 16) {
+                    __builtin_prefetch(x + j * rows + last + k, 0, 2);
+                    __builtin_prefetch(x + j * rows + first + k, 0, 2);
+                }
+            fold(first, tile, [&](int64_t at, int64_t i, int64_t j) {
+                const float read = codec == SYMMETRIC ? room[at] * size[i] * size[j] : room[at] * size[j];
+                x[i * rows + j] = codec == SYMMETRIC ? read : 0 * size[i];
+                (i < last ? shorter[j - tile] + i - first : longer[j - tile] + i - last)[0] = read;
             });
-        else
-            fold(g * BLOCK, [&](int64_t at, int64_t i, int64_t j) {
-                x[i * rows + j] = 0 * size[i];
-                x[j * rows + i] = room[at] * size[j];
-            });
+            for (int64_t j = tile; j < std::min(tile + TILE, rows - 1); j++) {
+                for (int64_t i = std::max(last, j + 1); i < rows - first; i++)
+                    x[j * rows + i] = longer[j - tile][i - last];
+                for (int64_t i = std::max(first, j + 1); i < std::min(end, last); i++)
+                    x[j * rows + i] = shorter[j - tile][i - first];
+            }
+        }
     }
 };
 
