@@ -237,6 +237,12 @@ def counter(x):
 
 
 @triton.jit
+def lowered(x, MASK: tl.constexpr, CELL: tl.constexpr):
+    """x - min(x & MASK, CELL) of an int32, where CELL is the least bit of MASK."""
+    return tl.where(x & MASK == 0, x, x - CELL)
+
+
+@triton.jit
 def joined(high, low):
     """int32: the pattern of a bfloat16, a byte, and eight zeros."""
     if machine() == "cuda":
