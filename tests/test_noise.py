@@ -75,7 +75,7 @@ def test_windows_tensors_and_words_of_one_element_are_independent(one: tuple[int
 
 
 def test_there_are_words_for_any_number_of_states() -> None:
-    """Each under a salt of its own, so far from all others that no two eights of a tensor of 2^27 elements meet."""
+    """Each under a salt of its own, so far from all others that no two hashes of a tensor of 2^28 elements meet."""
     salts = [keys.salt(k) for k in range(24)]
     assert len(keys.deal({f"state{i}": 12 for i in range(48)})[1]) == 24
     assert min(a ^ b for a, b in itertools.combinations(salts, 2)) >= 1 << 24

@@ -156,6 +156,12 @@ def _const(p: Printer, n: Node) -> Text:
 def _choice(p: Printer, n: Node) -> Text:
     """Spell a choice; a constant branch says its type: a bare number would fit two."""
     c, x, y = n.args
+    less = taken_away(y)
+    if less is not None and y.args[0] is x and c.op == "eq" and is_const(c.args[1], 0) and c.args[0].op == "and":
+        of, mask = c.args[0].args
+        # Nothing is taken from what has no bit of the mask.
+        if of is x and mask.attr > 0 and mask.attr & -mask.attr == less.attr:
+            return f"{p.text(x, 10)} - min(I({p.text(less)}), {p.text(c.args[0])})", 10
 
     def branch(a: Node) -> str:
         return f"{type_of(a.dtype)}({p.text(a)})" if a.op == "const" else p.text(a)

@@ -39,8 +39,6 @@ def idiom(node: Node) -> Idiom | None:
 def lanes(node: Node) -> Idiom | None:
     """The same for Triton's prelude, which has more of them: for bytes and bits of four words that a lane holds."""
     found = idiom(node)
-    if node.op == "sub" and node.space == spaces.elem:
-        return _lowered(node)
     if found or node.space != spaces.elem or node.op != "cast":
         return found
     (x,) = node.args
@@ -89,15 +87,6 @@ def _joined(node: Node) -> Idiom | None:
         return None
     (stored,), byte = pattern.args[0].args, _byte(low.args[0])
     return Idiom("joined", (stored, byte)) if byte is not None and stored.dtype is dtypes.bf16 else None
-
-
-def _lowered(node: Node) -> Idiom | None:
-    """x - min(x & mask, cell) where cell is the least bit of mask: CPUs have a minimum, GPUs compare as they mask."""
-    x, least = node.args
-    if node.dtype is not dtypes.i32 or least.op != "min" or least.args[0].op != "and" or least.args[0].args[0] is not x:
-        return None
-    mask, cell = least.args[0].args[1].attr, least.args[1].attr
-    return Idiom("lowered", (x,), (mask, cell)) if cell == mask & -mask else None
 
 
 def printed(roots: list[Node]) -> Iterator[Node]:

@@ -28,7 +28,7 @@ LARGEST = 2.0**60
 """The largest coefficient of a value that is never negative."""
 
 PRELUDE = (
-    "apart", "bits", "block_least", "block_magnitude", "block_max", "block_min", "byte", "counter", "floor", "lowered",
+    "apart", "bits", "block_least", "block_magnitude", "block_max", "block_min", "byte", "counter", "floor",
     "inverse", "joined", "minus", "reciprocal", "rint", "rounded", "sign", "widened",
 )  # fmt: skip
 CODECS = ("Codec", "beside", "fraction", "integer", "middle", "plus", "read", "times")

@@ -15,7 +15,7 @@ from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import Placed, check_words, is_whole, refusal
 from optgen.formats.floats import rounding_to
 from optgen.formats.format import Field, FormatFinding, Master, Noise, Rounding
-from optgen.lang.values import Num, bits, cast, clip, equal, floor, from_bits, maximum, minimum, where
+from optgen.lang.values import Num, bits, cast, clip, equal, floor, from_bits, maximum, where
 from optgen.ops.dtypes import DType, bf16, f16, f32, i16, i32, u8
 
 
@@ -149,7 +149,7 @@ class Split(Placed, Master):
             if self.bits == 16:
                 return from_bits(high + where(equal(high & 0x7FFF0000, 0), maximum(low, 0), low))
             word = high + (low << 8)
-            return from_bits(word - minimum(word & 0x7FFF8000, 0x8000))
+            return from_bits(where(equal(word & 0x7FFF8000, 0), word, word - 0x8000))
         high = words.pattern(parts[""])
         offset = low if self.bits == 16 else low - 128
         wide = ((high & 0x7FFF) << self.bits) + offset

@@ -47,7 +47,7 @@ CALLED = frozenset(
     "abs both choose cube_root divide either exp floor larger log maximum minimum negated power root smaller where "
     "dict super options foreach fused capturable differentiable "
     "get put pointer reciprocal inverse rint rotl sign minus block_max block_min block_magnitude quotient sqrt "
-    "widened counter joined lowered byte apart rounded within numbered opaque packed unpacked term fold down "
+    "widened counter joined byte apart rounded within numbered opaque packed unpacked term fold down "
     "lookup search PLAN beside kept plus read times".split()
 )
 

@@ -13,7 +13,7 @@ def weight_bf16_decode(c, code_stored, low_code):
     high = code_stored.to(tl.float32).to(tl.int32, bitcast=True)
     low = low_code.to(tl.int32)
     word = high + (low << 8)
-    return c, (word - tl.minimum(word & 0x7fff8000, 0x8000)).to(tl.float32, bitcast=True)
+    return c, tl.where(word & 0x7fff8000 == 0, word, word - 0x8000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

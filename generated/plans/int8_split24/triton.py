@@ -6,14 +6,14 @@ import triton.language as tl
 
 from optgen.runtime.gpu.codecs import Codec, beside, fraction, integer, middle
 from optgen.runtime.gpu.prelude import (
-    apart, block_least, block_magnitude, byte, counter, inverse, joined, lowered, reciprocal, rounded,
+    apart, block_least, block_magnitude, byte, counter, inverse, joined, reciprocal, rounded,
 )
 
 
 @triton.jit
 def weight_bf16_decode(c, code_stored, low_code):
     word = joined(code_stored, low_code)
-    return c, lowered(word, 2147450880, 32768).to(tl.float32, bitcast=True)
+    return c, tl.where(word & 0x7fff8000 == 0, word, word - 0x8000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

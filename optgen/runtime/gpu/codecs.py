@@ -320,11 +320,12 @@ def encoded(x, roots, draws, live, own, VALUE: tl.constexpr, MASKED: tl.constexp
 
 # -- random bits
 #
-# Eight neighbours share two hashes, and each reads one of them rotated by its own distance: a bit of a word is a sum
+# Sixteen neighbours share two hashes, and each reads one of them rotated by its own distance: a bit of a word is a sum
 # of two shared bits, of which no two words, and no two bits of a word, have both in common.  So bits are pairwise
-# independent, which is all that the variance of a sum of roundings asks for, at a quarter of the price of a hash
-# each.  The distances are triangular numbers: no two pairs of neighbours are the same one apart.  The keys are hashes
-# themselves and both enter before the first round (a key that enters between the rounds leaves windows 2 % correlated).
+# independent, which is all that the variance of a sum of roundings asks for, at an eighth of the price of a hash each.
+# The distances of eight are triangular numbers: no two pairs of neighbours are the same one apart; the second eight
+# are 16 further, a difference that triangular numbers do not have.  The keys are hashes themselves and both enter
+# before the first round (a key that enters between the rounds leaves windows 2 % correlated).
 #
 # Windows end so that nothing can walk in step with the sequence for long: under scales that move finely, endless
 # golden-ratio sequences had up to three times the noise of independent bits in roots of second moments.  256 steps are
@@ -341,7 +342,8 @@ def shifted(x, BY: tl.constexpr):
 @triton.jit
 def word(index, step_key, stream_key, SWEEP: tl.constexpr, K: tl.constexpr):
     """Word K of 32 random bits of each element."""
-    x = shifted(index, 3) ^ stream_key ^ step_key & -WINDOW
+    eight = shifted(index, 3)
+    x = shifted(eight, 1) ^ stream_key ^ step_key & -WINDOW
     if SWEEP.recipes[K][3]:
         x = x ^ (step_key & WINDOW - 1) * M2
     if K > 0:
@@ -361,7 +363,7 @@ def word(index, step_key, stream_key, SWEEP: tl.constexpr, K: tl.constexpr):
     y = (x ^ shifted(x, 16)) * M3
     y = (y ^ shifted(y, 15)) * M1
     lane = index & 7
-    return moved ^ rotl(y ^ shifted(y, 16), (lane * (lane + 1) >> 1) + 1)
+    return moved ^ rotl(rotl(y ^ shifted(y, 16), eight << 4), lane * (lane + 1) >> 1)
 
 
 @triton.jit

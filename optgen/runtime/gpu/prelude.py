@@ -192,9 +192,20 @@ def floor(x):
 
 @triton.jit
 def rotl(x, k):
-    """int32 rotated left by k bits, 0 < k < 32."""
-    word = x.to(tl.uint32, bitcast=True)
-    return ((word << k) | (word >> (32 - k))).to(tl.int32, bitcast=True)
+    """int32 rotated left by k % 32 bits."""
+    # One operation: the more a hash takes, the sooner Triton leaves it in a layout of its own (see `numbered`).
+    if machine() == "cuda":
+        out = tl.inline_asm_elementwise(
+            "shf.l.wrap.b32 $0, $1, $1, $2;", "=r,r,r", [x, k], tl.int32, is_pure=True, pack=1
+        )  # fmt: skip
+    elif machine() == "hip":
+        out = tl.inline_asm_elementwise(
+            "v_alignbit_b32 $0, $1, $1, $2", "=v,v,v", [x, -k], tl.int32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        word = x.to(tl.uint32, bitcast=True)
+        out = ((word << (k & 31)) | (word >> (-k & 31))).to(tl.int32, bitcast=True)
+    return out
 
 
 @triton.jit
@@ -234,12 +245,6 @@ def counter(x):
     else:
         out = (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
     return out
-
-
-@triton.jit
-def lowered(x, MASK: tl.constexpr, CELL: tl.constexpr):
-    """x - min(x & MASK, CELL) of an int32, where CELL is the least bit of MASK."""
-    return tl.where(x & MASK == 0, x, x - CELL)
 
 
 @triton.jit

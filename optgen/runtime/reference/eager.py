@@ -155,9 +155,9 @@ def scalars(p: Tensor, *values: float) -> tuple[Tensor, ...]:
 
 
 def rotl(x: Tensor, k: Tensor) -> Tensor:
-    """int32 rotated left by k bits, 0 < k < 32."""
+    """int32 rotated left by k % 32 bits."""
     wide = x.long() & 0xFFFFFFFF
-    return (wide << k | wide >> 32 - k).int()
+    return (wide << (k & 31) | wide >> (-k & 31)).int()
 
 
 def quotient(x: Tensor | float, y: Tensor | float) -> Tensor:

@@ -203,7 +203,7 @@ struct float16 {
 
 // -- random bits: a hash of the element's number, the tensor and the step (gpu/codecs.py says why)
 
-constexpr int SHARE = 8;  // neighbours that share a hash
+constexpr int SHARE = 16;  // neighbours that share a hash
 constexpr int PLACE = 8;  // bits of a step's place in its window
 constexpr int P = -1;     // the weight, the last one to be dealt bits
 
@@ -300,13 +300,13 @@ template <int VALUE, int WIDTH, class Kernel> inline I middle(const Noise<Kernel
         return integer<VALUE>(noise) << below | I(1 << (below - 1));
 }
 
-// The words of a tile's elements: of its hashes, two for eight elements, and those that a later loop reads again.
+// The words of a tile's elements: of its hashes, two for SHARE elements, and those that a later loop reads again.
 template <class Kernel> struct Words {
     static constexpr int DRAWN = Kernel::DRAWN, KEPT = Kernel::KEPT;
     static constexpr unsigned M1 = 0x7feb352d, M2 = 0x846ca68b, M3 = 0x9e3779b1;
-    static constexpr int EIGHTS = Kernel::TILE < SHARE * VECTOR ? VECTOR : Kernel::TILE / SHARE;
-    alignas(64) int32_t turned[count(DRAWN) ? count(DRAWN) : 1][EIGHTS];
-    alignas(64) int32_t fixed[count(DRAWN) ? count(DRAWN) : 1][EIGHTS];
+    static constexpr int HASHES = Kernel::TILE < SHARE * VECTOR ? VECTOR : Kernel::TILE / SHARE;
+    alignas(64) int32_t turned[count(DRAWN) ? count(DRAWN) : 1][HASHES];
+    alignas(64) int32_t fixed[count(DRAWN) ? count(DRAWN) : 1][HASHES];
     alignas(64) int32_t kept_[count(KEPT) ? count(KEPT) : 1][count(KEPT) ? Kernel::TILE : 1];
 
     static constexpr uint32_t salt(int k) {
@@ -324,8 +324,8 @@ template <class Kernel> struct Words {
     inline void hash(int k, int i, int32_t first, int32_t stream_key, int32_t step_key) {
         const Word w = Kernel::NOISE.word[k];
         const int32_t place = step_key & ((1 << PLACE) - 1);
-        I x = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ (step_key & -(1 << PLACE));
-        if (w.anew)  // far from what sets the eights of a tensor apart
+        I x = (lshr(I(first), 4) + iota(i)) ^ stream_key ^ (step_key & -(1 << PLACE));
+        if (w.anew)  // far from what sets the hashes of a tensor apart
             x = x ^ (int32_t)(place * M2);
         x = (k ? x ^ (int32_t)salt(k) : x) * (int32_t)M1;
         x = (x ^ lshr(x, 16)) * (int32_t)M2;
@@ -342,14 +342,13 @@ template <class Kernel> struct Words {
         ::store(turned[below(DRAWN, k)] + i, y ^ lshr(y, 16));
         ::store(fixed[below(DRAWN, k)] + i, x ^ moved);
     }
-    // Triangular numbers: no two pairs of neighbours are the same distance apart.
+    // Each by its own distance: triangular numbers, and 16 more for the second eight.
     Noise<Kernel> at(int i) const {
         Noise<Kernel> out;
-        const I n = lane(i);
+        const I lane = iota(i & (SHARE - 1)), n = lane & I(7), turn = (n * (n + I(1)) >> 1) + ((lane & I(8)) << 1);
         for (int k = 0; k < Kernel::NOISE.words; k++)
             if (DRAWN >> k & 1)
-                out.word[k] = spread(fixed[below(DRAWN, k)], i) ^
-                              rotl(spread(turned[below(DRAWN, k)], i), (n * (n + I(1)) >> 1) + I(1));
+                out.word[k] = I(fixed[below(DRAWN, k)][(unsigned)i / SHARE]) ^ rotl(I(turned[below(DRAWN, k)][(unsigned)i / SHARE]), turn & I(31));
         return out;
     }
     void keep(const Noise<Kernel> &noise, int i) {
@@ -518,13 +517,13 @@ template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count,
         }
         const int64_t number = number_of<Kernel>(t, first);
         int now = (int)(left < most ? left : most), shift = 0;
-        // Elements that are not stored in blocks are counted one by one: whole registers, and whole eights that share
-        // a hash, need no copy.
-        constexpr int unit = W < 8 ? 8 : W;
+        // Elements that are not stored in blocks are counted one by one: whole registers whose elements share a hash need
+        // no copy.
+        constexpr int unit = SHARE;
         if (block == 1) {
-            shift = (int)(number & 7);
+            shift = (int)(number % SHARE);
             if (shift)
-                now = now < 8 - shift ? now : 8 - shift;
+                now = now < SHARE - shift ? now : SHARE - shift;
             else if (now >= unit)
                 now -= now % unit;
         } else if ((flat || t.apart) && now > VECTOR) {

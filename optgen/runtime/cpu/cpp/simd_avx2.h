@@ -149,10 +149,6 @@ inline I narrow_half(F x) { return _mm256_cvtepu16_epi32(_mm256_cvtps_ph(x.v, _M
 
 inline I ramp() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
 inline I iota(int i) { return ramp() + I(i); }
-// i is a multiple of W, so that the lane within eight is the same at every i.
-inline I lane(int) { return ramp(); }
-// Word i/8, eight times.
-inline I spread(const int32_t *p, int i) { return I(p[(unsigned)i >> 3]); }
 
 // Lane j: the largest (smallest) of the 8 lanes of rows[j]; a tree of 7 whole-register steps.
 template <class Op> inline I across(const I *rows, Op op) {

@@ -181,13 +181,6 @@ inline I narrow_half(F x) { return _mm512_cvtepu16_epi32(_mm512_cvtps_ph(x.v, _M
 
 inline I ramp() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 inline I iota(int i) { return ramp() + I(i); }
-// i is a multiple of W, so that the lane within eight is the same at every i.
-inline I lane(int) { return ramp() & I(7); }
-// Words i/8 and i/8 + 1, eight times each.
-inline I spread(const int32_t *p, int i) {
-    const __m512i low = _mm512_set1_epi32(p[(unsigned)i >> 3]);
-    return _mm512_mask_set1_epi32(low, 0xff00, p[((unsigned)i >> 3) + 1]);
-}
 
 // Lane j: the largest (smallest) of the 16 lanes of rows[j]; a tree of 15 whole-register steps.
 template <class Op> inline I across(const I *rows, Op op) {

@@ -47,7 +47,7 @@ inline I operator-(I a) { return -a.v; }
 inline I operator<<(I a, int k) { return a.v << k; }
 inline I operator>>(I a, int k) { return a.v >> k; }
 inline I lshr(I a, int k) { return (V4i)((V4u)a.v >> k); }
-inline I rotl(I a, I k) { return (V4i)((V4u)a.v << (V4u)k.v | (V4u)a.v >> (32 - (V4u)k.v)); }
+inline I rotl(I a, I k) { return (V4i)((V4u)a.v << (V4u)k.v | (V4u)a.v >> (-(V4u)k.v & 31)); }
 inline M operator<(I a, I b) { return {a.v < b.v}; }
 inline M operator<=(I a, I b) { return {a.v <= b.v}; }
 inline M operator==(I a, I b) { return {a.v == b.v}; }
@@ -169,9 +169,6 @@ inline I narrow_half(F x) {
 
 inline I ramp() { return V4i{0, 1, 2, 3}; }
 inline I iota(int i) { return ramp() + I(i); }
-inline I lane(int i) { return ramp() + I(i & 7); }
-// Word i/8, four times.
-inline I spread(const int32_t *p, int i) { return I(p[(unsigned)i >> 3]); }
 // Lane j: the largest (smallest) of the lanes of rows[j].
 template <class Op> inline I across(const I *rows, Op op) {
     I column[W];

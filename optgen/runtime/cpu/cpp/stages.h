@@ -54,7 +54,7 @@ struct Stage {
     Kind space;     // over whose entries it runs
     int block, size;  // elements per storage block and per tile
     bool matrices;  // reads or reduces rows, columns or matrices
-    bool indexed;   // reads the elements' numbers: eight that share a hash must not be torn apart
+    bool indexed;   // reads the elements' numbers: those that share a hash must not be torn apart
 };
 
 template <class Piece> constexpr Stage stage() {
@@ -295,7 +295,7 @@ struct Panels {
         number = t.number(s.block);
         pace = t.columns == t.grid_columns ? t.pace(s.block) : per_row * s.block;
         together = per_row ? s.size / (per_row * s.block) : 1;
-        if (together < 3 || t.apart() || (s.indexed && (pace != per_row * s.block || (s.block == 1 && (t.columns | number) % 8))))
+        if (together < 3 || t.apart() || (s.indexed && (pace != per_row * s.block || (s.block == 1 && (t.columns | number) % SHARE))))
             together = 1;
         height = together > 1 ? PANEL_ROWS : 8;
         for (int c = 0; c < s.count; c++)
@@ -306,7 +306,7 @@ struct Panels {
     }
 };
 
-constexpr int UNIT = W < 8 ? 8 : W;  // elements that are not in blocks: whole registers, whole eights
+constexpr int UNIT = SHARE;  // elements that are not in blocks: whole registers, which share a hash
 
 // n elements of a row, whose values lie `shift` lanes behind the start of the tile, through room of their own.  Where
 // all blocks are full, and too few for a tile, only the blocks' own values take that way.
@@ -381,10 +381,10 @@ OPTGEN_ONCE void panel_of_row(const Stage &s, const Shape &t, const Panels &shap
         return;
     }
     for (int64_t done = 0; done < n;) {
-        const int shift = s.indexed ? (int)((number + done) & 7) : 0;
+        const int shift = s.indexed ? (int)((number + done) % SHARE) : 0;
         int64_t now = n - done;
         if (shift)
-            now = least(now, 8 - shift);
+            now = least(now, SHARE - shift);
         else if (now >= UNIT)
             now -= now % UNIT;
         if (shift || now % UNIT)
@@ -644,9 +644,9 @@ OPTGEN_ONCE void sweep_flat(const Stage &s, const Shape &t, int64_t low, int64_t
             if (grid.per_row >= most || t.apart())
                 now = (int)least(now, grid.per_row - first % grid.per_row);
             if (s.block == 1) {
-                shift = s.indexed ? (int)(grid.number(t, 1, first) & 7) : 0;
+                shift = s.indexed ? (int)(grid.number(t, 1, first) % SHARE) : 0;
                 if (shift)
-                    now = (int)least(now, 8 - shift);
+                    now = (int)least(now, SHARE - shift);
                 else if (now >= UNIT)
                     now -= now % UNIT;
             }
