@@ -915,8 +915,8 @@ def fully_sharded(here: Here) -> None:
 
 @case(2, 3)
 def gradients_released(here: Here) -> None:
-    """Within the backward of fully_shard, clipped, of micro-batches, of parts that stay on the host, and of replicas in
-    the place of shards: as in ordinary steps."""
+    """Within the backward of fully_shard, clipped, of micro-batches, of parts that stay on the host, by sums of the
+    step before, and of replicas in the place of shards: as in ordinary steps."""
 
     def sharded(dtype: torch.dtype, policy: OffloadPolicy, mesh: DeviceMesh | None) -> Model:
         model = built(here).to(dtype)
@@ -928,8 +928,8 @@ def gradients_released(here: Here) -> None:
     on_host = CPUOffloadPolicy(pin_memory=False) if here.device == "cpu" else OffloadPolicy()
     bf16, fp32 = torch.bfloat16, torch.float32
     cases: list[tuple[str, str, torch.dtype, dict[str, Any]]] = [("AdamW", "int8_split24", bf16, {})]
-    replicated = {"mesh": here.mesh(here.world, 1)}
-    cases += [("LAMB", "int8_split24", bf16, replicated), ("AdamW", "int8", fp32, replicated)]
+    replicated, lagging = {"mesh": here.mesh(here.world, 1)}, {"sums": "previous"}
+    cases += [("LAMB", "int8_split24", bf16, replicated), ("DAdaptAdam", "int8", fp32, lagging | replicated)]
     if here.world == 2:  # the order of a sum over more ranks depends on what is sent beside it
         in_fp32 = {"accumulate": 2, "accumulator": accumulator("fp32"), "clip": 1e-3}
         cases += [
@@ -938,9 +938,10 @@ def gradients_released(here: Here) -> None:
             ("CAME", "fp32", fp32, {}),
             ("Muon", "int8_split24", bf16, {}),
             ("SOAP", "int8_split24", bf16, {}),
+            ("DAdaptAdam", "int8_split24", bf16, {"accumulate": 2} | lagging),
         ]
     for name, plan, dtype, options in cases:
-        mesh = options.pop("mesh", None)
+        mesh, waiting = options.pop("mesh", None), "sums" in options  # all wait at the first step, then the smallest
         policy = on_host if name == "LAMB" and mesh is None else OffloadPolicy()
         model, other = sharded(dtype, policy, mesh), sharded(dtype, OffloadPolicy(), mesh)
         ours, theirs = (
@@ -949,13 +950,14 @@ def gradients_released(here: Here) -> None:
         opt, usual = (getattr(optim, name)(found, plan=plan, backend=here.backend) for found in (ours, theirs))
         handle = opt.release_gradients(model, **options)
         micro = options.get("accumulate", 1)
-        for _ in range(2):
+        for step in range(2):
             for k in range(micro):
                 x = here.values(here.world, 16, 64, dtype=dtype)[here.rank]  # another batch on each rank
                 for m in (model, other):
                     m(x).float().square().mean().backward()
-                waits = k + 1 < micro and "accumulator" not in options
-                assert sum(p.grad is not None for _, p in ours) == waits * len(ours), (name, k)
+                waits = (k + 1 < micro and "accumulator" not in options) or (waiting and not step)
+                count = sum(p.grad is not None for _, p in ours)
+                assert count == (len(ours) if waits else waiting), (name, k)
             if "clip" in options:
                 for _, p in theirs:
                     nn.utils.clip_grad_norm_([p], options["clip"])
