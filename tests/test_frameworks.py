@@ -203,8 +203,9 @@ def test_gradient_release_in_plain_torch() -> None:
     (a, opt_a), (b, opt_b) = (release.train(4, released=way) for way in (True, False))
     assert same_weights(a, b)
     assert opt_a.state_dict()["state"].keys() == opt_b.state_dict()["state"].keys()
-    model, optimizer = release.train(3, accumulate=3)
-    assert all(p.grad is None and optimizer.state[p]["step"] == 3 for p in model.parameters())
+    for rule in release.RULES:
+        model, optimizer = release.train(3, accumulate=3, rule=rule)
+        assert all(p.grad is None and optimizer.state[p]["step"] == 3 for p in model.parameters())
 
 
 def test_states_that_leave_for_rollouts_change_no_bit() -> None:

@@ -215,6 +215,7 @@ MODES: dict[str, Mode] = {
     "released": Mode(lambda run: run.opt.release_gradients(run.net), refused=SUMS),
     "released, micro-batches": Mode(lambda run: run.opt.release_gradients(run.net, accumulate=2), halves, refused=SUMS),
     "released, nameless": Mode(lambda run: run.opt.release_gradients(run.net), options={"names": False}, refused=SUMS),
+    "released, sums": Mode(lambda run: run.opt.release_gradients(run.net, sums="previous")),
     "released, state dict": Mode(
         lambda run: run.opt.release_gradients(run.net), going_on(loaded_released), refused=SUMS
     ),
@@ -235,8 +236,10 @@ MODES: dict[str, Mode] = {
 
 
 def modes_of(rule: str) -> list[str]:
-    """Return all, but of most rules not dynamo's, a second for each."""
-    return [mode for mode in MODES if mode != "compiled" or rule in ("adamw", "soap")]
+    """Return all but dynamo's, a second for each, and released gradients of rules that take their own sums at once."""
+    late = "model" not in spaces(rule) or rule.startswith(("dadapt", "avagrad"))
+    but = {"compiled": rule in ("adamw", "soap"), "released, sums": late}
+    return [mode for mode in MODES if but.get(mode, True)]
 
 
 def of_every_day() -> set[Cell]:
@@ -244,6 +247,7 @@ def of_every_day() -> set[Cell]:
     some = {Cell(mode, rule, draw.choice(PLANS), "reference") for rule in KINDS for mode in modes_of(rule)}
     some |= {Cell("released", rule, plan, "reference") for rule in list_rules() if daily(rule, "release")}
     some |= {Cell(mode, rule, plan, "cpp") for mode in MODES for rule in ("adamw", "soap")}
+    some |= {Cell("released, sums", "dadapt_adam", plan, backend) for backend in BACKENDS}
     kinds, modes = ("lamb", "came", "muon", "prodigy"), ("released", "released, nameless", "offloaded")
     some |= {Cell(mode, rule, plan, "cpp") for mode in modes for rule in kinds}
     return some | {Cell(mode, "adamw", plan, "triton") for mode in draw.sample(sorted(MODES), 3)}

@@ -304,6 +304,7 @@ def test_zero_grad_forgets_a_sum_and_remove_gives_it_back() -> None:
         ({"clip": float("nan")}, "clip must be a number > 0, or None, got nan"),
         ({"clip": 1.0, "clip_by": "global_norm"}, "clip_by='previous_norm' takes that of the step before"),
         ({"clip": 1.0, "clip_by": "max"}, "clip_by must be one of norm, previous_norm, got 'max'"),
+        ({"sums": "next"}, "sums must be 'previous' or None, got 'next'"),
         ({"accumulator": "int8", "accumulate": 2}, "accumulator must be what optgen.accumulate.accumulator"),
     ],
 )

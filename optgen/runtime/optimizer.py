@@ -80,10 +80,12 @@ class Checkpointed(torch.optim.Optimizer):
         own = {id(entry.p): (one, entry) for one in self._members for entry in one._entries()}
         return ((*own[id(entry.p)], entry) for entry in entries.of(self.param_groups))
 
-    def _refuse_midway(self, action: str) -> None:
+    def _refuse_midway(self, action: str, stepping: bool = False) -> None:
         for one in self._members:
             what = f"{type(one).__name__}.{action}"
             one._offload.arrive()
+            if not stepping and one._release is not None and one._release.sums.noted:
+                raise RuntimeError(f"{what} before the end of a step of sums='previous': call step() first")
             if one._uphill:
                 raise RuntimeError(f"{what} between the steps of SAM: call second_step() first")
             if torn := one._uninterrupted.torn:
@@ -94,7 +96,7 @@ class Checkpointed(torch.optim.Optimizer):
                 )
 
     def _refuse_unready(self, action: str) -> None:
-        self._refuse_midway(action)
+        self._refuse_midway(action, stepping=True)
         for one in self._members:
             if one._evaluating:
                 raise RuntimeError(f"{type(one).__name__}.{action} in evaluation: call train() first")
@@ -569,6 +571,8 @@ def take(one: Optimizer, loaded: checkpoint.Loaded) -> None:
         one._uninterrupted.begun.clear()
         if one._watch is not None:
             one._watch.step = -1
+        if one._release is not None:
+            one._release.sums.begin()
         weights.settle(loaded.rounded, started)
         one.state = state.States(dict, inputs.freed(type(one), loaded.states))
         one.param_groups = loaded.groups

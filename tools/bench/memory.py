@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from optgen.accumulate import accumulator
-from optgen.optim import AdamW, Lion
+from optgen.optim import AdamW, Lion, Prodigy
 from tools.bench.race import cpu_model, end_with_parent, save, write
 from tools.prose import table
 
@@ -41,6 +41,8 @@ WAYS: dict[str, str] = {
     "accumulated": "the same, 4 micro-batches summed in p.grad",
     "accumulated-int8": "the same, 4 micro-batches summed in 8 bits",
     "lion-released": "Lion, plan int8_split24, bf16 weights, gradients released",
+    "prodigy": "Prodigy, plan int8_split24, bf16 weights",
+    "prodigy-released": "the same, gradients released by sums of the step before",
     "ddp": "AdamW, plan int8_split24, bf16 weights, under DistributedDataParallel",
     "sharded-released": "the same on 2 ranks of fully_shard without resharding, gradients released",
 }
@@ -92,10 +94,10 @@ def measure(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
         if way == "sharded-released":
             for part in (*model, model):
                 fully_shard(part, reshard_after_forward=False)
-        rule = Lion if way == "lion-released" else AdamW
+        rule = {"lion": Lion, "prodigy": Prodigy}.get(way.partition("-")[0], AdamW)
         optimizer = rule(model.named_parameters(), lr=1e-4, plan="fp32" if way == "fp32" else "int8_split24")
         if way.endswith("released") or way.startswith("accumulated"):
-            optimizer.release_gradients(model, accumulate=micro, accumulator=sums)
+            optimizer.release_gradients(model, accumulate=micro, accumulator=sums, sums="previous")
         return (DistributedDataParallel(model) if way == "ddp" else model), optimizer
 
     def train(model: nn.Module, optimizer: Any, count: int) -> None:
@@ -122,7 +124,7 @@ def measure(way: str, layers: int, width: int, steps: int) -> dict[str, Any]:
         os._exit(0)
     numel = layers * width * width
     kept = EXACT[way] if way in EXACT else optimizer.memory().per_element
-    kept += 2 if way in ("ordinary", "accumulated", "ddp") else 0  # gradients in bf16
+    kept += 2 if way in ("ordinary", "accumulated", "prodigy", "ddp") else 0  # gradients in bf16
     kept = kept / 2 + 2 if way == "sharded-released" else kept  # half of all, and whole weights while they are used
     kept += 1 + 2 / 64 if sums is not None else 0  # a byte, and two for each block of 64
     return {

@@ -58,6 +58,9 @@ def reset_states(self: Any, patterns: str | Collection[str] | None = None, keep:
     _refuse(what, rows, keep)
     for one, entry in rows:
         _reset(one, entry, keep, patterns is None)
+    if patterns is None and "step" not in keep:
+        for group in self.param_groups:
+            group.pop(options.SUMS, None)
 
 
 def _refuse(what: str, rows: Rows, keep: set[str]) -> None:

@@ -20,19 +20,20 @@ from optgen.runtime.states import state
 from optgen.runtime.step.stepper import Stepper
 
 
-def steps_of(cls: Any, group: dict[str, Any], p: Tensor, name: Label) -> list[Variant]:
+def steps_of(cls: Any, group: dict[str, Any], p: Tensor, name: Label, sums: bool = False) -> list[Variant]:
     """Return the variants of the parameter's steps, the usual one first.
 
-    Raises ValueError if its rule needs other parameters' gradients.
+    Raises ValueError if its rule needs other parameters' gradients, unless `sums` of the step before serve.
     """
     _, plan, variant = checkpoint.select(cls, group, p, name)
     steps = list(plans.at_steps(plan, variant, cls.FLAGS))
     for v in steps:
-        if sums_over_model(v):
+        if sums_over_model(v) and not sums:
             names = ", ".join(v.model_temps) or "states of the model"
             raise ValueError(
                 f"{cls.__name__}: the update of {state.label(p, name)} needs sums over the whole model ({names}), "
-                f"known only when backward has ended: call step() after backward, without released gradients"
+                f"known only when backward has ended.  Let it take those of the step before, by "
+                f"release_gradients(..., sums='previous'), or call step() after backward"
             )
     return steps
 

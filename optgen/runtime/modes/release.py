@@ -24,11 +24,13 @@ from torch._compile import _disable_dynamo
 
 from optgen.runtime.layout import sharding
 from optgen.runtime.modes.accumulated import GradientAccumulator, steps_of
+from optgen.runtime.modes.previous import OfOne, PreviousSums
 from optgen.runtime.options import entries, options
 from optgen.runtime.options.entries import Entry, Owner
 from optgen.runtime.records import as_float, as_int
 from optgen.runtime.records.warn import warn
 from optgen.runtime.states import state
+from optgen.runtime.step.model_sums import ModelSums
 from optgen.runtime.step.stepper import Stepper
 
 ClipBy = Literal["norm", "previous_norm"]
@@ -57,6 +59,7 @@ class ReleasedParameter:
         self.stepper, self.offload = Stepper(entry.number), release.optimizer._offload.part(entry)
         if (dtype := release.optimizer._stepper.dtypes.get(id(p))) is not None:
             self.stepper.dtypes[id(p)] = dtype
+        self.stepper.sums, self.any_sums = OfOne(release.sums, entry.number), release.sums.wanted
         self.options: object = None
         self.refresh(owner)
         self.summed: int = 0 if old is None else old.summed
@@ -80,7 +83,8 @@ class ReleasedParameter:
         own = group.get("overrides"), group.get("blocks")
         now = (group["plan"], *own, options.flags_of(owner.cls, group), self.p.shape)
         if now != self.options:
-            steps = steps_of(owner.cls, group, self.p, self.entry.name)
+            steps = steps_of(owner.cls, group, self.p, self.entry.name, self.any_sums)
+            self.variant = steps[0]
             self.roomy = any(temp.space == "elem" for variant in steps for temp in variant.temps)
             self.options = now
 
@@ -181,6 +185,7 @@ class Release:
         accumulator: Callable[[list[Tensor]], torch.optim.Optimizer] | None,
         clip: float | None,
         clip_by: ClipBy,
+        sums: Literal["previous"] | None,
     ) -> None:
         self._title = title = f"{type(optimizer).__name__}.release_gradients"
         if optimizer._release is not None:
@@ -189,6 +194,7 @@ class Release:
             raise RuntimeError(f"{title}: watch() measures in step(), where released gradients are gone: remove() it")
         self.accumulate, self.accumulator = _micro_batches(title, accumulate, accumulator), accumulator
         self.clipping = Clipping(title, clip, clip_by)
+        self.sums = PreviousSums(title, sums)
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"{title}: model must be a torch.nn.Module or None, got {type(model).__name__}")
         self._optimizer, self._model = weakref.ref(optimizer), model
@@ -201,6 +207,7 @@ class Release:
             raise ValueError(f"{title}: no trainable parameter of this optimizer is in the model that was given")
         self._attach(owner)
         optimizer._stepper.forget_step()  # it was one over parameters that get theirs within backward now
+        optimizer._stepper.sums = self.sums
 
     @property
     def optimizer(self) -> Any:
@@ -275,6 +282,7 @@ class Release:
         with self._lock, torch.no_grad():
             for key in list(self._released):
                 self._detach(key)
+            self.optimizer._stepper.sums = ModelSums()
 
     # -- within backward ------------------------------------------------------------------------------
 
@@ -294,6 +302,7 @@ class Release:
                 one = self._released.get(id(p))
                 if one is None:
                     return
+            self.sums.refuse_again(one.entry)
             p.grad = state.materialized(p.grad)  # sums and clipping write it
             if one.summed + 1 < self.accumulate:
                 if one.sums is not None:
@@ -302,10 +311,12 @@ class Release:
                 one.summed += 1
                 return
             one.gather()
-            self.clipping.clip(p)
-            one.step(owner)
-            p.grad = None
-            one.updates += 1
+            if (due := self.sums.due(one, owner)) is None:
+                return
+            self.clipping.clip(due.p)
+            due.step(owner)
+            due.p.grad = None
+            due.updates += 1
 
     # -- between backwards ----------------------------------------------------------------------------
 
@@ -326,6 +337,7 @@ class Release:
             for one in (*before, *self._released.values()):  # those that were frozen since their gradient came as well
                 one.p.grad = None
             self.clipping.end(e.p for e in entries.of(owner.groups) if id(e.p) in self._released)
+            self.sums.end(owner.groups)
 
     def _warn_repeated(self) -> None:
         """Warn, once, where a parameter was updated several times since the last step(): in each of several backwards.
@@ -350,6 +362,7 @@ class Release:
                 one.summed = 0
                 if one.sums is not None:
                     one.sums.clear()
+            self.sums.begin()
 
 
 def refuse_scaled(optimizer: Any) -> None:
@@ -401,6 +414,7 @@ def release_gradients(
     accumulator: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
     clip: float | None = None,
     clip_by: ClipBy = "norm",
+    sums: Literal["previous"] | None = None,
 ) -> Handle:
     """Update each parameter within backward from now on, when its gradient is complete, which is then freed.
 
@@ -410,14 +424,14 @@ def release_gradients(
     clip         largest norm of a parameter's gradient; None: no clipping
     clip_by      "norm": of each parameter; "previous_norm": the factor is that of the norm over all parameters at the
                  step before (at the first step, of each parameter)
+    sums         "previous": rules that need sums over the model take those of the step before; None: they are refused
 
     The training loop stays: `step()` then only updates what has a gradient left.  The bits are those of ordinary steps.
-    ValueError for rules that need sums over the model, which are known only when backward has ended.
     NotImplementedError under DistributedDataParallel and FSDP1; RuntimeError where another optimizer does it for one of
     the parameters.  A GradScaler is refused by the first `step()` it makes.
     Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.  An optimizer that is deleted,
     and its handle with it, updates nothing any more.
     """
     self._refuse_unready("release_gradients()")
-    self._release = Release(self, model, accumulate, accumulator, clip, clip_by)
+    self._release = Release(self, model, accumulate, accumulator, clip, clip_by, sums)
     return Handle(self, self._release)

@@ -33,6 +33,10 @@ RUNNING = ("capturable", "offload")
 HOST = "host"
 """The value of `capturable` under which the host sends the numbers of each step before a graph is replayed."""
 
+SUMS = "model_sums"
+"""Key of an optimizer's first group, while gradients are released by the sums over the model of the step before: these
+sums, a tensor; so checkpoints and copies have them."""
+
 BASE = "base_lr"
 """Key of a group of a rule with scheduled hyper-parameters: the lr that they belong to, at which the group began."""
 

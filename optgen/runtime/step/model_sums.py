@@ -41,32 +41,38 @@ Parts = Sequence[tuple[Bucket, list[Tensor]]]
 """Buckets, each with the numbers that its tensors add to a sum."""
 
 
-def total(parts: Parts) -> Tensor:
-    """Return the sum, in the order of the lines."""
-    placed: list[tuple[int, Tensor]] = []
-    for bucket, values in parts:
-        placed += zip([bucket.lines.firsts[bucket.line_of[i]] for i in bucket.live], values, strict=True)
-    if not placed:
+def total(values: Sequence[Tensor]) -> Tensor:
+    """Return a sum, in order."""
+    if not values:
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    ordered = [value for _, value in sorted(placed, key=itemgetter(0))]
-    return sums.in_lanes(torch.stack([v.to(ordered[0].device).reshape(()) for v in ordered]))
+    return sums.in_lanes(torch.stack([v.to(values[0].device).reshape(()) for v in values]))
 
 
-def spread(states: Mapping[Any, Any], buckets: Sequence[Bucket]) -> None:
-    """Give all parameters the values of the model's states: those of the first one in the step.
+class ModelSums:
+    """The sums over the model of a step, and the states that are made of them."""
 
-    Others may have missed the step, have no elements, have made another number of steps, or stand in a group with
-    hyper-parameters of its own; a state of the model is one number all the same.
-    """
-    live = [(b.variant, b.states[i]) for b in buckets for i in b.live]
-    values = {name: s[name] for variant, s in reversed(live) for name in variant.of_model}
-    for s in state.of_parameters(states):
-        for name in values.keys() & s.keys():
-            if s[name] is not values[name]:
-                sharding.local(s[name]).copy_(values[name])
+    def total(self, parts: Parts) -> Tensor:
+        """Return the sum, in the order of the lines."""
+        placed: list[tuple[int, Tensor]] = []
+        for bucket, values in parts:
+            placed += zip([bucket.lines.firsts[bucket.line_of[i]] for i in bucket.live], values, strict=True)
+        return total([value for _, value in sorted(placed, key=itemgetter(0))])
+
+    def spread(self, states: Mapping[Any, Any], buckets: Sequence[Bucket]) -> None:
+        """Give all parameters the values of the model's states: those of the first one in the step.
+
+        Others may have missed the step, have no elements, have made another number of steps, or stand in a group with
+        hyper-parameters of its own; a state of the model is one number all the same.
+        """
+        live = [(b.variant, b.states[i]) for b in buckets for i in b.live]
+        values = {name: s[name] for variant, s in reversed(live) for name in variant.of_model}
+        for s in state.of_parameters(states):
+            for name in values.keys() & s.keys():
+                if s[name] is not values[name]:
+                    sharding.local(s[name]).copy_(values[name])
 
 
-def run(waiting: Sequence[PreparedBucket]) -> None:
+def run(waiting: Sequence[PreparedBucket], of: ModelSums) -> None:
     """Make the steps of buckets that wait for one another, those of one turn after the other.
 
     After an error the other runners go on, for which other ranks wait; the first error is raised at the end.
@@ -74,14 +80,14 @@ def run(waiting: Sequence[PreparedBucket]) -> None:
     failures: list[Exception] = []
     with torch.no_grad():
         for turn in sorted({one.bucket.turn for one in waiting}):
-            _run([one for one in waiting if one.bucket.turn == turn], failures)
+            _run([one for one in waiting if one.bucket.turn == turn], of, failures)
     if failures:
         raise failures[0]
     for one in waiting:
         one.bucket.finish(one.counted.after)
 
 
-def _run(ready: Sequence[PreparedBucket], failures: list[Exception]) -> None:
+def _run(ready: Sequence[PreparedBucket], of: ModelSums, failures: list[Exception]) -> None:
     """Run the buckets of a turn; sums are taken in the order of the parameters (see sums.py), group by group.
 
     What runners need of other ranks comes first, in one message for all of them: a sum over the model is one that all
@@ -97,7 +103,7 @@ def _run(ready: Sequence[PreparedBucket], failures: list[Exception]) -> None:
             following = {id(r): (r, request) for r, request in served}
             waiting = [following.get(id(r), (r, x)) for r, x in waiting if id(r) in following or id(r) not in exchanges]
         else:
-            answer = total([(runners[r], values) for r, values in waiting])
+            answer = of.total([(runners[r], values) for r, values in waiting])
             waiting = _on([(r, answer) for r, _ in waiting], failures)
 
 
@@ -127,13 +133,17 @@ def begin(
     """
     for name in dict.fromkeys(name for b, _ in fresh for name in b.variant.of_model):
         theirs = [(made, b, i) for made, (b, i) in zip(new, fresh, strict=True) if name in b.variant.of_model]
-        values = (s for s in state.of_parameters(states) if name in s)
-        begun = (s[name] for s in values if isinstance(s["step"], Tensor) or s["step"])
-        if (old := next(begun, None)) is None:
+        if (old := value_of(states, name)) is None:
             _refuse_unequal(name, [(b, i) for _, b, i in theirs], groups)
             continue
         for made, _, _ in theirs:
-            made[name].copy_(sharding.local(old))
+            made[name].copy_(old)
+
+
+def value_of(states: Mapping[Any, Any], name: str) -> Tensor | None:
+    """Return the value of a state of the model; None before the first step."""
+    made = (s for s in state.of_parameters(states) if name in s)
+    return next((sharding.local(s[name]) for s in made if isinstance(s["step"], Tensor) or s["step"]), None)
 
 
 def _refuse_unequal(name: str, fresh: Sequence[tuple[Bucket, int]], groups: Sequence[Mapping[str, Any]]) -> None:

@@ -27,11 +27,13 @@ class Stepper:
     first_group  the number of its first group among those of the user's optimizer
     dtypes       id(parameter) -> the parameter, and its dtype when it was admitted
     compared     id(parameter) of those that other ranks hold, too, and were found to have with equal states
+    sums         takes the sums over the model
     """
 
     def __init__(self, first_group: int = 0) -> None:
         self.first_group = first_group
         self.dtypes: Dtypes = {}
+        self.sums = model_sums.ModelSums()
         self.plans, self.graphs = Plans(), list[Graph]()
         self.forget_tables()
 
@@ -177,9 +179,9 @@ class Stepper:
                 one.run()
         if waiting:
             begun += [name for one in waiting for name in one.bucket.names]
-            model_sums.run(waiting)
+            model_sums.run(waiting, self.sums)
         if any(one.bucket.variant.of_model for one in ready):
-            model_sums.spread(owner.states, [one.bucket for one in ready])
+            self.sums.spread(owner.states, [one.bucket for one in ready])
 
 
 def _refuse_waits(bucket: Bucket) -> None:
