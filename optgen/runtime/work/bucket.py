@@ -189,7 +189,8 @@ class Bucket:
 
     def prepare_views(self) -> None:
         """Set the scales of views for a step."""
-        views.prepare(self.plan, self.variant, [self.owner(i) for i in range(len(self.params))])
+        if self.variant.views:  # the owners of many small tensors take a quarter of a step's time on the host
+            views.prepare(self.plan, self.variant, [self.owner(i) for i in range(len(self.params))])
 
     def stamp(self) -> None:
         """Note that the views, which kernels have written, are those of the weights that the step has left."""
