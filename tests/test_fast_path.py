@@ -237,6 +237,18 @@ def test_python_calls_of_a_step(rule: str, usual: int, tmp_path: Path) -> None:
         assert calls(optgen.load_checkpoint, tmp_path / "saved", opt, model) <= 3000
 
 
+@pytest.mark.parametrize("rule", ["AdamW", "CAME", "Muon"])
+def test_calls_do_not_grow_with_the_number_of_parameters(rule: str) -> None:
+    found = []
+    for count in (10, 40):
+        opt = getattr(optgen.optim, rule)(training.parameters([(32, 16)] * count), lr=1e-3, backend="cpp")
+        for step in range(4):
+            give(params_of(opt), step)
+            made = calls(opt.step)
+        found.append(made)
+    assert found[1] <= found[0] + 5
+
+
 def test_as_many_turns_of_parameters_as_plans_are_kept_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = training.planned_steps(monkeypatch)
     for turns in (2, plan.KEPT + 1):
