@@ -27,7 +27,7 @@ from tools.demo_model import Corpus, Linear, Size, corpus, train
 from tools.prose import packed, table
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD, PAGE = ROOT / "docs/benchmarks/views.json", ROOT / "docs/views.md"
+RECORD, PAGE = ROOT / "docs/benchmarks/views.json", ROOT / "docs/benchmarks/views.md"
 TRAINED = tuple(rule for rule in RULES if rule.name in ("AdamW", "Muon"))
 VIEW = ("mxfp8_rows",)
 STORED: dict[str, Plan] = {

@@ -6,7 +6,7 @@
     kernel    one C++ kernel by itself, or beside the text that another revision has kept
     matrices  steps of rules of matrices beside the products that they consist of (docs/formats.md)
     memory    the peak of whole training steps (docs/benchmarks/memory-*.md)
-    views     steps that write views beside quantizers after a step (docs/views.md)
+    views     steps that write views beside quantizers after a step (docs/benchmarks/views.md)
     watch     steps under `opt.watch` beside plain ones (docs/watch.md)
 
 `tools/gpu_check.py` times a GPU.
