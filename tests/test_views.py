@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -560,7 +560,7 @@ def test_a_parameter_of_8_bits_is_refused_with_what_to_do() -> None:
         with pytest.raises(TypeError, match=r"not built for float8_\w+ parameters: keep weights in .*bfloat16.*views="):
             optgen.optim.AdamW([nn.Parameter(torch.ones(64, 64).to(dtype))], lr=1e-3)
     with pytest.raises(UserError, match=r"Split\('e4m3'\)") as found:
-        Split("e4m3")  # type: ignore[arg-type]
+        Split(cast(Any, "e4m3"))
     assert "docs/views.md" in found.value.hint
 
 
@@ -576,10 +576,10 @@ def test_what_torch_does_to_parameters_of_8_bits() -> None:
     forgetful = copy.deepcopy(p)
     nn.functional.linear(x, forgetful.to(BF16) * scale).sum().backward()
     assert forgetful.grad.dtype == p.dtype
-    with pytest.raises(NotImplementedError, match="Float8_e4m3fn"):
+    with pytest.raises(RuntimeError, match="Float8_e4m3fn"):
         nn.functional.linear(x, forgetful.to(BF16) * scale).sum().backward()
     for unknown in (p.detach().norm, p.isfinite, lambda: p.detach().lerp_(p.detach(), 0.5)):
-        with pytest.raises(NotImplementedError, match="Float8_e4m3fn"):
+        with pytest.raises(RuntimeError, match="Float8_e4m3fn"):
             unknown()
     with torch.autocast("cpu", BF16):
         assert layer(x.float()).abs().max() > 100 * nn.functional.linear(x, p.to(BF16) * scale).abs().max()
