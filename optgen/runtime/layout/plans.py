@@ -49,7 +49,7 @@ FULL = "fp32_states"
 """The name that stands for the plan of the group, as it keeps small tensors."""
 
 EIGHT_BITS = 'keep weights in torch.bfloat16; layers compute with 8 bits of them under a plan of views=("mxfp8_rows",)'
-"""What to do instead of making parameters floats of 8 bits."""
+"""The mend that errors about parameters in floats of 8 bits name."""
 
 Recorded = tuple[tuple[Label, str], ...]
 """The plans of single parameters, under "overrides" in their group: a plan's name, or FULL."""
