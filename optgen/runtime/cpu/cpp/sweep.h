@@ -117,10 +117,15 @@ template <class C> struct unrounded : C {
 };
 
 // Elements of a tile; a stage of several (`Layout::staged`) has as many blocks as a register values of them.
+//
+// FETCHED    bytes of the widest entries that are prefetched without blocks: more than that, or in a sweep that sums
+//            nothing, and the prefetches are in the way of the reads
 template <class Layout, class = void> struct TileOf {
+    static constexpr int FETCHED = 0;
     static constexpr int size(int arrays) { return Layout::BLOCK == 1 ? 1024 : elements_of_tile(Layout::BLOCK, arrays); }
 };
 template <class Layout> struct TileOf<Layout, typename Layout::staged> {
+    static constexpr int FETCHED = 2;
     static constexpr int size(int) { return Layout::BLOCK == 1 ? 1024 : VECTOR * Layout::BLOCK; }
 };
 
@@ -317,18 +322,20 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
     // Prefetches of what the first loop reads in the next tile, spread over the loops: see Layout::COLUMNS.
     static constexpr bool of_weight(int c) { return c == 0 || (c >= P::MORE && c < P::MORE + P::FIELDS - 1); }
     static constexpr bool ahead(int c) {
-        return Layout::COLUMNS[c].kind != BLOCK_OF && Layout::COLUMNS[c].kind != WHOLE && !(APART && of_weight(c));
+        return Layout::COLUMNS[c].kind != BLOCK_OF && Layout::COLUMNS[c].kind != WHOLE &&
+               !(APART && of_weight(c)) && (BLOCK > 1 || Layout::COLUMNS[c].bytes <= TileOf<Layout>::FETCHED);
     }
     static constexpr int before(int c) { return c == 0 ? 0 : before(c - 1) + ahead(c - 1); }
+    static constexpr int GROUP = BLOCK > 1 ? BLOCK : 64;
     template <int C> static constexpr int bytes() {
-        return Layout::COLUMNS[C].bytes * BLOCK / (Layout::COLUMNS[C].kind == EIGHTH ? 8 : 1);
+        return Layout::COLUMNS[C].bytes * GROUP / (Layout::COLUMNS[C].kind == EIGHTH ? 8 : 1);
     }
     template <int PART, int C = 0> static void fetch_columns(char *const *at, int b) {
         constexpr int all = width<Layout>();
         if constexpr (C < all) {
             constexpr int mine = before(C), low = before(all) * PART / LOOPS, high = before(all) * (PART + 1) / LOOPS;
             if constexpr (ahead(C) && mine >= low && mine < high)
-                fetch<bytes<C>()>(at[C], b + TILE / BLOCK);
+                fetch<bytes<C>()>(at[C], b + TILE / GROUP);
             fetch_columns<PART, C + 1>(at, b);
         }
     }
@@ -465,6 +472,8 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
         const Tile<RAGGED> now{p, all, rule, arrays, words, (const typename Grad::stored *)g, at, live, extent};
         if constexpr (BLOCK == 1) {
             for (int i = 0; i < extent; i += W) {
+                if (i % GROUP == 0)
+                    fetch_columns<0>(at, i / GROUP);
                 All<Head<0, V>...> heads{};
                 now.start({{static_cast<V &>(all).in(0)}...}, heads, i, extent);
             }
