@@ -194,11 +194,10 @@ def test_a_defect_of_compiled_code_is_noticed(defect: str, monkeypatch: pytest.M
     assert [noticed] * ("run" in by) + [scanned] * ("scan" in by) == [True] * len(by.split())
 
 
-@pytest.mark.parametrize("inner", [64, 200], ids=["whole", "masked"])
-def test_symmetric_products_of_unequal_matrices_are_exact_ones_rounded(inner: int) -> None:
+def test_symmetric_products_of_unequal_matrices_are_exact_ones_rounded() -> None:
     """Tensor cores sum in fp32, here in fp64: a bf16 result may be the neighbour of the nearest one."""
-    draw = torch.Generator().manual_seed(inner)
-    xs = [torch.randn(rows, inner, generator=draw).bfloat16() for rows in (136, 8, 264)]
+    draw = torch.Generator().manual_seed(128)
+    xs = [torch.randn(rows, 128, generator=draw).bfloat16() for rows in (136, 8, 264)]  # whole parts, unlike squares'
     squares = symmetric.products(xs)
     sums = symmetric.products(squares, 0.3, squares, -0.5)
     exact = [x.double() @ x.double().mT for x in xs]

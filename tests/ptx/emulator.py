@@ -581,16 +581,17 @@ class Launch:
         if not self.touched:
             return
         shared = self._shared_lines(self.touched)
+        if not len(shared):
+            return
         columns: list[list[Array]] = [[], [], [], [], []]
         for at, program, warp, epoch, width, written in self.touched:
-            near = np.flatnonzero(np.isin(at >> np.uint64(4), shared))
+            line = at >> np.uint64(4)
+            near = np.flatnonzero(shared[np.searchsorted(shared, line) % len(shared)] == line)
             for byte in range(width) if len(near) else ():
                 value = np.full(len(near), -1) if written is None else written[near, byte].astype(np.int64)
                 parts = (at[near] + np.uint64(byte), program[near], warp[near], epoch[near], value)
                 for column, part in zip(columns, parts, strict=True):
                     column.append(part)
-        if not columns[0]:
-            return
         at, program, warp, epoch, value = map(np.concatenate, columns)
         kept = np.isin(at, np.unique(at[value >= 0]))
         at, program, warp, epoch, value = (x[kept] for x in (at, program, warp, epoch, value))
