@@ -16,6 +16,7 @@ import os
 import re
 import tempfile
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -684,9 +685,8 @@ def _hull(x: Interval, y: Interval) -> Interval:
 
 
 def load(text: str, folder: Path) -> Any:
-    """Import a program's module."""
-    own = Path(tempfile.mkdtemp(dir=folder))
-    return harness.module(own, f"program_{own.name}", text)
+    """Import a program's module, under a name of its text: what was compiled for it is found again."""
+    return harness.module(Path(tempfile.mkdtemp(dir=folder)), f"program_{zlib.crc32(text.encode()):08x}", text)
 
 
 def gradients(case: Case, draw: torch.Generator) -> Iterator[list[torch.Tensor]]:
