@@ -26,11 +26,12 @@ settings.load_profile("daily")
 def pytest_collection_finish(session: pytest.Session) -> None:
     """torch.testing._internal loads a profile of its own when a module imports it, of 10 examples: ours again.
 
-    Cycles are looked for seldom: two million nodes, cases and modules live as long as a worker does, and to look at all
-    of them again was 3 % of its time.
+    Cycles are looked for seldom, and not among what there is: two million nodes, cases and modules live as long as a
+    worker does, and to look at all of them again was 3 % of its time.
     """
     settings.load_profile(session.config.getoption("--hypothesis-profile") or "daily")
     gc.set_threshold(20_000, 20, 20)
+    gc.freeze()
 
 
 # Triton decides when a kernel is decorated, so one process either interprets or compiles. This one interprets, but for
@@ -76,6 +77,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     full = request.config.getoption("--hypothesis-profile") == "full"
     with harness.optimized() if full else harness.unoptimized():
         yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
