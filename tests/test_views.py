@@ -169,12 +169,12 @@ def test_a_view_under_a_scale_of_the_tensor_is_what_quantizers_make(name: str, r
         assert ((top[inside] <= reach) & (top[inside] > reach / 2)).all()
 
 
-SHAPES = [(96, 128), (64, 96), (130, 64), (8, 32), (3, 96, 64), (40, 80), (4160,), (7,), (2, 0)]
-FEW = [(70, 128), (9, 96), (40, 80)]
+SHAPES = [(34, 128), (44, 96), (130, 64), (8, 32), (3, 22, 64), (40, 80), (4160,), (7,), (2, 0)]
+FEW = [(34, 128), (9, 96), (40, 80)]
 BACKENDS = ["reference", "triton", *(["cpp"] if native.compiler() else [])]
 CASES = [
     ("adamw", VIEWED, SHAPES), ("muon", VIEWED, SHAPES[:4]), ("lamb", ROUNDED, SHAPES), ("sgd", PLAIN, SHAPES),
-    ("adamw", ALL, FEW), ("muon", FP8, FEW[:2]), ("sgd", SCALED, [(8, 32), (3, 96, 64), (70, 48), (4160,)]),
+    ("adamw", ALL, FEW), ("muon", FP8, FEW[:2]), ("sgd", SCALED, [(8, 32), (3, 22, 64), (35, 48), (4160,)]),
     pytest.param("came", VIEWED, FEW, marks=pytest.mark.full),
     pytest.param("adamw", PLAIN, SHAPES, marks=pytest.mark.full),
     pytest.param("lamb", ALL, SHAPES, marks=pytest.mark.full),
