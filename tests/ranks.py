@@ -1239,7 +1239,7 @@ def start(rank: int, world: int, arguments: argparse.Namespace, init: str, local
 def before_ranks() -> None:
     """Compile what cases share, once for all ranks of all runs."""
     accumulator("fp32")
-    for spec, names in ((factors, ["fp32", "int8_split24"]), (sketched, ["fp32"])):
+    for spec, names in ((factors, ["fp32", "int8_split24"]), (sketched, ["fp32"]), ("gsam(adamw)", ["fp32"])):
         for plan in names:
             optgen.compile(spec, plan=plan)
     plans.load(optim.SOAP, "int8")

@@ -121,14 +121,15 @@ def all_rules(example: ModuleType) -> None:
     from optgen.by_name import class_of
     from optgen.integrations.timm import register
 
+    model = example.network()
     for rule in optgen.list_rules():
         name, decays = register(rule, plan="fp32"), "weight_decay" in inspect.signature(class_of(rule)).parameters
-        made = create_optimizer_v2(example.network(), name, lr=1e-3)
+        made = create_optimizer_v2(model, name, lr=1e-3)
         assert isinstance(made, class_of(rule)), rule
         for filtered in (True, False):
             refused = pytest.raises(ValueError, match=r"has no weight decay, got weight_decay=0\.1: leave it at 0")
             with nullcontext() if decays else refused:
-                create_optimizer_v2(example.network(), name, lr=1e-3, weight_decay=0.1, filter_bias_and_bn=filtered)
+                create_optimizer_v2(model, name, lr=1e-3, weight_decay=0.1, filter_bias_and_bn=filtered)
 
 
 CHECKS = {x.__name__: x for x in (stopped_and_resumed, beside_torchs, other_rules, all_rules)}
