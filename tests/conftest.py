@@ -14,6 +14,7 @@ from tests.interpreter import quicken
 
 # pytest-xdist already runs one worker per core.
 torch.set_num_threads(1)
+gc.set_threshold(20_000, 20, 20)
 
 # A time limit per example would only measure the machine.  The daily profile draws the same examples each time; the
 # full one (`--hypothesis-profile=full`) draws new ones and prints how to repeat a failure.
@@ -30,7 +31,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     worker does, and to look at all of them again was 3 % of its time.
     """
     settings.load_profile(session.config.getoption("--hypothesis-profile") or "daily")
-    gc.set_threshold(20_000, 20, 20)
     gc.freeze()
 
 

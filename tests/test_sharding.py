@@ -58,14 +58,12 @@ OF_KERNELS = (
 
 
 @pytest.mark.ranks
-def test_every_case_on_one_to_four_ranks() -> None:
-    expected = [
-        f"{world} {name}"
-        for world in ranks.RANKS
-        for name, (_, worlds) in ranks.CASES.items()
-        if world in worlds and name not in OF_KERNELS
-    ]
-    assert ran("--but", *OF_KERNELS, "--kernels", "reference") == expected
+@pytest.mark.parametrize("worlds", [(2, 4, 1), pytest.param((3,), marks=pytest.mark.full)], ids=str)
+def test_every_case_on_one_to_four_ranks(worlds: tuple[int, ...]) -> None:
+    cases = {name: of for name, (_, of) in ranks.CASES.items() if name not in OF_KERNELS}
+    expected = [f"{world} {name}" for world in worlds for name, of in cases.items() if world in of]
+    asked = "--but", *OF_KERNELS, "--ranks", *map(str, worlds)
+    assert ran(*asked, "--kernels", "reference") == expected
 
 
 @pytest.mark.ranks
@@ -74,9 +72,10 @@ def test_kernels_over_parts(interpreter: dict[str, str]) -> None:
 
 
 @pytest.mark.ranks
-def test_each_matrix_is_worked_on_by_one_rank_and_kernels_over_parts() -> None:
-    done = ran(*OF_KERNELS, "--ranks", "2", "4", "3", "--kernels", "cpp")
-    found = {f"{n} {name}" for n in (2, 4, 3) for name in OF_KERNELS if n in ranks.CASES[name][1]}
+@pytest.mark.parametrize("worlds", [(2, 4), pytest.param((3,), marks=pytest.mark.full)], ids=str)
+def test_each_matrix_is_worked_on_by_one_rank_and_kernels_over_parts(worlds: tuple[int, ...]) -> None:
+    done = ran(*OF_KERNELS, "--ranks", *map(str, worlds), "--kernels", "cpp")
+    found = {f"{n} {name}" for n in worlds for name in OF_KERNELS if n in ranks.CASES[name][1]}
     assert set(done) == found and len(done) == len(found)
 
 
