@@ -145,7 +145,7 @@ def texts(test: str, pattern: str, plans: bool = True) -> list[Path]:
     return [file for at in parts for file in _ready.folder(*at).glob(pattern)]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def loaded(spec: Spec, plan: Plan) -> joins.Pair:
     """A rule under a plan in strict maths, with what the eager reference needs."""
     folder = f"{plan_formats.PLANS}/{plan.name}"

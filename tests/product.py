@@ -216,7 +216,7 @@ class Built:
         return self.variant.single is None
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=256)
 def build(cell: Cell) -> Built:
     """The cell through lowering, passes and the reference backend."""
     spec, plan = spec_of(cell.spec), plan_of(cell.plan)
