@@ -70,12 +70,13 @@ def allowed(shape: tuple[int, ...], t: int, unit: float) -> float:
 
 
 def on_backends(names: Iterable[str], shapes: Iterable[tuple[int, ...]] = SHAPES) -> list[Any]:
-    """(backend, rule, shape, setting): of Triton's interpreter a third of the shapes in turn, and of further settings
-    one at one of the shapes, the others marked `full`."""
+    """(backend, rule, shape, setting): every other shape in eager torch, and those between in C++; of Triton's
+    interpreter a third in turn, and of further settings one at one of the shapes, the others marked `full`."""
+    turns = {"fp64": (1, 0), "reference": (2, 0), "cpp": (2, 1), "triton": (3, 0)}
     return [
         pytest.param(backend, name, shape, k, id=f"{backend}-{name}-{shape}" + f"-{k}" * (k > 0),
-                     marks=pytest.mark.full if backend == "triton" and (i + j) % 3 or (k and (k, i) != (1, j)) else ())
-        for backend in ("fp64", "reference", "cpp", "triton")
+                     marks=pytest.mark.full if (i + j) % every != turn or (k and (k, i) != (1, j)) else ())
+        for backend, (every, turn) in turns.items()
         for i, name in enumerate(names)
         for j, shape in enumerate(shapes)
         for k in (0, *(further(name) if backend == "fp64" else ()))
