@@ -97,13 +97,13 @@ class TensorTable:
 
     rows      int64, `width` a row: addresses of p, g and the fields, then six sizes (workspace.rows)
     elements  in all
-    room      what the rows point to beside the bucket's own tensors (steps of several stages)
+    room      what the rows point to beside the bucket's own tensors
     """
 
     rows: array[int]
     width: int
     elements: int
-    room: workspace.Workspace | None = None
+    room: workspace.Workspace
 
     @property
     def address(self) -> int:
@@ -114,13 +114,9 @@ class TensorTable:
         return len(self.rows) // self.width
 
 
-def table(
-    lines: Sequence[Sequence[int]], numel: int = -6, whole: int = -6, room: workspace.Workspace | None = None
-) -> TensorTable:
-    """Return the table of the rows of `workspace.rows`.
-
-    numel, whole  positions in a row of the elements of the tensor, and of the logical tensor
-    """
+def table(lines: Sequence[Sequence[int]], staged: bool, room: workspace.Workspace) -> TensorTable:
+    """Return the table of the rows of `workspace.rows`."""
+    numel, whole = (-9, -1) if staged else (-6, -6)  # positions of the elements of the tensor, and of the logical one
     kept = [line for line in lines if line[whole]]
     rows = array("q", itertools.chain.from_iterable(kept))
     return TensorTable(rows, len(lines[0]), sum(line[numel] for line in kept), room)
@@ -146,7 +142,7 @@ def threads(elements: int) -> int:
 
 def runner(bucket: Bucket, table: TensorTable, scalars: HostScalars) -> staged.Runner:
     """The step of a bucket that is more than one stretch of kernels (see staged.py)."""
-    assert bucket.kernel is not None and table.room is not None
+    assert bucket.kernel is not None
     yield from staged.drive(bucket, table.room, scalars, functools.partial(call, bucket.kernel, table, scalars))
     torch.autograd.graph.increment_version(bucket.params)
 

@@ -1,4 +1,4 @@
-"""Steps of several stages on CPU tensors: their table and their workspace.
+"""Steps of several stages on CPU tensors: their workspace.
 
 A row of the table (optgen/runtime/cpu/cpp/stages.h): addresses of p, g, the fields, the temps, the partial results of
 sweeps; address of the dense copy or 0; matrices, rows, columns of the last two dimensions; numel,
@@ -13,9 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from optgen.runtime.cpu import cpu
-from optgen.runtime.cpu.cpu import TensorTable
-from optgen.runtime.layout import layout, workspace
+from optgen.runtime.layout import workspace
 from optgen.runtime.layout.workspace import Workspace, matrices
 from optgen.runtime.records import Variant
 
@@ -38,30 +36,14 @@ def dense_copies(variant: Variant, shape: torch.Size) -> int:
     return max(1, *(len(from_elements.intersection(s.temps)) for s in sweeps))
 
 
-def table(
-    variant: Variant,
-    shapes: Sequence[torch.Size],
-    streams: Sequence[int],
-    columns: Sequence[Sequence[int]],
-    places: Sequence[layout.Place] | None = None,
-    old: TensorTable | None = None,
-    pool: workspace.Pool | None = None,
-) -> TensorTable:
-    """Return the table of a bucket's tensors; those whose logical tensors have no elements are left out.
-
-    columns   addresses of p, g and the fields, for each tensor
-    old       a table for the same shapes: its room is used again, because nothing in it outlives a step
-    """
-    room = old.room if old is not None and isinstance(old.room, Workspace) else make(variant, shapes, pool)
-    return cpu.table(workspace.rows(columns, room, shapes, streams, places, True), -9, -1, room)
-
-
-def make(variant: Variant, shapes: Sequence[torch.Size], pool: workspace.Pool | None) -> Workspace:
+def make(
+    variant: Variant, shapes: Sequence[torch.Size], device: torch.device, pool: workspace.Pool | None
+) -> Workspace:
     """Make the workspace of a bucket: temps, partial results, and dense copies where they are needed.
 
     Its last column holds the addresses of the dense copies, 0 where there is none.
     """
-    few = workspace.make(variant, shapes, torch.device("cpu"), pool)
+    few = workspace.make(variant, shapes, device, pool)
     copies = [dense_copies(variant, shape) * math.prod(shape) for shape in shapes]
     dense = torch.empty(sum(copies) + len(copies) * 16, dtype=torch.float32, device="cpu")
     at, addresses = -(-dense.data_ptr() // 64) * 64, []

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from optgen.runtime.layout import layout
 from optgen.runtime.records import Stage, Temp, Variant, sums
+from optgen.runtime.reference.run import few_shape
 
 ALIGNMENT = 64
 """Bytes to which every vector is aligned."""
@@ -131,6 +132,13 @@ class Workspace:
     offsets: list[list[int]]
     dense: Tensor | None = None
     numbers: tuple[Tensor, ...] = ()
+
+    def value(self, temp: Temp, at: int, shape: torch.Size) -> Tensor:
+        """Return the values of a temp, from a position in `memory` on, of a tensor of that shape."""
+        found = self.memory[at : at + entries(temp.space, shape, temp.wide)]
+        if temp.space == "elem":
+            return (found if temp.wide else found.view(torch.bfloat16)[: shape.numel()]).view(shape)
+        return found.view(few_shape(temp.space, shape))
 
 
 def make(

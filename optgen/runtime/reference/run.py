@@ -105,7 +105,7 @@ class EagerStep:
             made = given * (len(stage.stores) + len(stage.sums))
         else:
             made = function(*given, *(b.extent(name) for name in stage.extents), *scalars)
-        shape = few_shape(stage.space, x)
+        shape = few_shape(stage.space, x.p.shape)
         made = [y.expand(shape) for y in made]
         pairs = [(x[name], y) for name, y in zip(stage.stores, made, strict=False)]
         for (kind, names), y in zip(stage.sums, made[len(stage.stores) :], strict=True):
@@ -114,9 +114,9 @@ class EagerStep:
         write(pairs)
 
 
-def few_shape(space: str, x: Tensors) -> tuple[int, ...]:
-    """Return the shape of the values of a small space."""
-    *batch, rows, columns = (1, 1, *x.p.shape)[-max(x.p.ndim, 2) :]
+def few_shape(space: str, shape: torch.Size) -> tuple[int, ...]:
+    """Return the shape of the values of a small space of a tensor."""
+    *batch, rows, columns = (1, 1, *shape)[-max(len(shape), 2) :]
     of = {"row": (*batch, rows, 1), "col": (*batch, 1, columns), "mat": (*batch, 1, 1)}
     return of.get(space, ())
 
@@ -277,7 +277,7 @@ ALL = torch.ones((), dtype=torch.bool)
 
 def room(temps: Iterable[Temp], x: Tensors) -> dict[str, Tensor]:
     """Return memory for values that stages leave for one another."""
-    shapes = {t.name: x.p.shape if t.space == "elem" else few_shape(t.space, x) for t in temps}
+    shapes = {t.name: x.p.shape if t.space == "elem" else few_shape(t.space, x.p.shape) for t in temps}
     return {name: torch.empty(shape, dtype=torch.float32, device=x.p.device) for name, shape in shapes.items()}
 
 
@@ -341,7 +341,7 @@ class ValueConversion(EagerStep):
 def _field(f: Field, x: Tensors) -> Tensor:
     """Return memory for a field."""
     rows, columns = eager.rows_and_columns(x.p.shape)
-    shape: Sequence[int] = x.p.shape if f.space == "elem" else few_shape(f.space, x)
+    shape: Sequence[int] = x.p.shape if f.space == "elem" else few_shape(f.space, x.p.shape)
     if f.per > 1:
         shape = (rows, -(-columns // f.per) * f.width)
     return torch.empty(shape, dtype=f.torch_dtype, device=x.p.device)

@@ -162,15 +162,14 @@ class CppKernels(Kernels):
     def __init__(self, bucket: Bucket, now: Signature, stream: int, old: Any) -> None:
         super().__init__(bucket, now, stream, old)
         self.kernel = bucket.kernel
-        if bucket.variant.stages:
-            before = old.table if old is not None and old.signature.shapes == now.shapes else None
-            self.table = cpu_stages.table(bucket.variant, *now, before, bucket.pool)
-            assert self.table.room is not None
-            self.own_memory |= any(self.table.room.columns[-1])  # dense copies
+        staged, (shapes, streams, columns, places) = bool(bucket.variant.stages), now
+        if old is not None and old.signature.shapes == shapes:
+            room = old.table.room  # nothing in it outlives a step
         else:
-            room = workspace.make(bucket.variant, (), bucket.device)
-            lines = workspace.rows(now.columns, room, now.shapes, now.streams, now.places, False)
-            self.table = cpu.table(lines)
+            make, pool = (cpu_stages.make, bucket.pool) if staged else (workspace.make, None)
+            room = make(bucket.variant, shapes, bucket.device, pool)
+        self.own_memory |= staged and any(room.columns[-1])  # dense copies
+        self.table = cpu.table(workspace.rows(columns, room, shapes, streams, places, staged), staged, room)
 
     def run(self, bucket: Bucket, scalars: Scalars) -> None:
         assert self.kernel is not None and not isinstance(scalars, Control)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
-from torch import Tensor
-
 from optgen.runtime.layout import layout, plans, workspace
 from optgen.runtime.layout.workspace import Workspace
-from optgen.runtime.records import Temp
 from optgen.runtime.reference.eager import scalars as on_device
-from optgen.runtime.reference.run import Tensors, few_shape
+from optgen.runtime.reference.run import Tensors
 from optgen.runtime.work import staged
 from optgen.runtime.work.bucket import Bucket
 from optgen.runtime.work.counting import HostScalars
@@ -51,16 +45,5 @@ def _tensors(bucket: Bucket, i: int, room: Workspace) -> Tensors:
         place=None if bucket.places is None else bucket.places[i][:3],
         stream=bucket.streams[i],
     )
-    x.temps = {t.name: _view(room, t, column[i], x) for t, column in zip(variant.temps, room.offsets, strict=False)}
+    x.temps = {t.name: room.value(t, at[i], shape) for t, at in zip(variant.temps, room.offsets, strict=False)}
     return x
-
-
-def _view(room: Workspace, temp: Temp, at: int, x: Tensors) -> Tensor:
-    """Return the values of a temp of a parameter, in their shape."""
-    if temp.space != "elem":
-        shape = few_shape(temp.space, x)
-        return room.memory[at : at + math.prod(shape)].view(shape)
-    count = x.p.numel()
-    if temp.wide:
-        return room.memory[at : at + count].view(x.p.shape)
-    return room.memory[at : at + -(-count // 2)].view(torch.bfloat16)[:count].view(x.p.shape)
