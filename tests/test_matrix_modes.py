@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,6 +31,7 @@ from optgen.lang import (
 from optgen.lang.spec import Spec
 from optgen.optim import SOAP, KLShampoo, Muon, Shampoo, SOAPMuon, SPlus
 from optgen.runtime import Optimizer
+from optgen.runtime.work import matrices
 from tests import training
 from tests.harness import sampled, spec_of
 from tests.product import OF_MATRICES
@@ -229,3 +231,71 @@ def test_no_matrix_spoils_others_of_its_batch(function: Any, odd: float, monkeyp
     assert torch.equal(found[::2], wanted[::2]) and found[1].isnan().all() and found.dtype == x.dtype
     assert torch.equal(finite(found, x)[1], x[1]) or odd != 7
     assert torch.equal(finite(found)[1], torch.zeros(4, 4)) and torch.equal(finite(found)[::2], wanted[::2])
+
+
+# -- sweeps that C++ kernels leave to functions: copies of gradients, and weights to which the last product is added
+
+ADDS, READS = {"conda", "galore", "kl_shampoo", "soap"}, {"apollo", "conda", "fira", "galore", "splus"}
+
+
+class Products:
+    """The products that are added to weights: where, fp64, and the bound of a sum in any order; twins make sweeps."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.found, self.left, self.sweeps = list[tuple[Tensor, Tensor, Tensor]](), set[int](), False
+        self.addmm, self.direct = torch.addmm, matrices.direct
+        patch.setattr(torch, "addmm", self.add)
+        patch.setattr(matrices, "direct", self.leave)
+
+    def leave(self, *given: Any) -> Any:
+        found = {} if self.sweeps else self.direct(*given)
+        self.left |= {len(sweep.linear) for sweep in found.values()}
+        return found
+
+    def add(self, x: Tensor, *both: Tensor, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
+        if out is not None:
+            (left, right), count = (y.double() for y in both), both[0].shape[1]
+            exact, most = beta * x.double() + alpha * (left @ right), (beta * x.double()).abs()
+            most += abs(alpha) * (left.abs() @ right.abs())
+            self.found.append((out, exact, (count + 4) * 2.0**-24 * most))
+        return self.addmm(x, *both, beta=beta, alpha=alpha, out=out)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+@pytest.mark.parametrize("name", sorted({*ADDS, *READS, "muon", "psgd_kron"}))
+def test_steps_without_sweeps_are_those_with_them(name: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States and gradients have the same bits, and a NaN reaches weights that a rate of 0 or a full decay leaves."""
+    cls, seen, added = getattr(optim, spec_of(name).class_name), Products(monkeypatch), False
+    params = [nn.Parameter(drawn(*shape, seed=k)) for k, shape in enumerate([(40, 24), (24, 56), (3, 8, 8), (7, 1)])]
+    known = {h.name for h in cls.HYPERS}
+    options = {k: 3 for k in PERIODS if k in known} | ({"rank": 4} if "rank" in known else {})
+    groups = [{"params": params[:2], "lr": 0.02}, {"params": params[2:], "lr": 0.05, "weight_decay": 0.0}]
+    opt = cls(groups, plan=plan, backend="cpp", **{"weight_decay": 0.1, **options})
+    for t in range(8):
+        opt.param_groups[0] |= [{}, {"lr": 0.0}, {"lr": 0.5, "weight_decay": 2.0}][max(t - 5, 0)]
+        opt.param_groups[1]["maximize"] = t == 4
+        give(params, t)
+        params[0].grad[1, 2] *= torch.nan if t > 5 else 1.0
+        twin = copy.deepcopy(opt)
+        for p, q in zip(params, training.params_of(twin), strict=True):
+            q.grad = p.grad.clone()
+        seen.found.clear()
+        opt.step()
+        seen.sweeps = True
+        twin.step()
+        seen.sweeps = False
+        swept = training.params_of(twin)
+        assert bits([p.grad for p in params]) == bits([q.grad for q in swept])
+        assert bits([opt.state[p] for p in params]) == bits([twin.state[q] for q in swept])
+        bounds = [torch.zeros_like(p, dtype=torch.float64) for p in params]
+        for out, exact, most in seen.found:
+            k = next(k for k, p in enumerate(params) if p.data_ptr() <= out.data_ptr() < p.data_ptr() + p.nbytes)
+            at = (out.data_ptr() - params[k].data_ptr()) // 4
+            bounds[k].view(-1)[at : at + out.numel()] = 2 * most.flatten()
+            assert ((out - exact).abs() <= most).logical_or(exact.isnan()).all()
+        for p, q, most in zip(params, swept, bounds, strict=True):
+            assert torch.equal(p.isnan(), q.isnan())
+            assert ((p - q).abs() <= most).logical_or(most.isnan() | p.isnan()).all(), (t, p.shape)
+        added |= bool(seen.found)
+    assert (1 in seen.left, 2 in seen.left, added) == (name in READS, name in ADDS, name in ADDS)

@@ -279,7 +279,7 @@ SOAP_3 = Stage("soap_3", "elem", scalars=(1, 2, 3, 4, 5), reads=("exp_avg", "exp
     stores=("exp_avg", "exp_avg_sq", "update_whole"), needs=("exp_avg_sq", "turned_2"))
 SOAP_MATRICES_2 = Stage("soap_matrices_2", "whole", scalars=(6, 7), reads=("left", "basis_left", "right", "basis_right",
     "update_whole", "turned_2"), stores=("left", "right", "update_2"))
-SOAP_5 = Stage("soap_5", "elem", scalars=(8, 9), reads=("p", "update_2"), stores=("p",))
+SOAP_5 = Stage("soap_5", "elem", scalars=(8, 9), reads=("p", "update_2"), stores=("p",), linear=(9, 8))
 SOAP_MATRICES_NO_BY_COLUMNS = Stage("soap_matrices_no_by_columns", "whole", reads=("basis_left", "g_whole"),
     stores=("turned",))
 SOAP_NO_BY_COLUMNS_3 = Stage("soap_no_by_columns_3", "elem", scalars=(1, 2, 3, 4, 5),
@@ -287,7 +287,8 @@ SOAP_NO_BY_COLUMNS_3 = Stage("soap_no_by_columns_3", "elem", scalars=(1, 2, 3, 4
     needs=("exp_avg_sq", "turned"))
 SOAP_MATRICES_NO_BY_COLUMNS_2 = Stage("soap_matrices_no_by_columns_2", "whole", scalars=(6, 7),
     reads=("left", "basis_left", "update_whole", "turned"), stores=("left", "update"))
-SOAP_NO_BY_COLUMNS_5 = Stage("soap_no_by_columns_5", "elem", scalars=(8, 9), reads=("p", "update"), stores=("p",))
+SOAP_NO_BY_COLUMNS_5 = Stage("soap_no_by_columns_5", "elem", scalars=(8, 9), reads=("p", "update"), stores=("p",),
+    linear=(9, 8))
 SOAP_MATRICES_NO_BY_ROWS = Stage("soap_matrices_no_by_rows", "whole", reads=("basis_right", "g_whole"),
     stores=("turned",))
 SOAP_MATRICES_NO_BY_ROWS_2 = Stage("soap_matrices_no_by_rows_2", "whole", scalars=(6, 7),
@@ -416,16 +417,18 @@ def host_scalars_3(
     )
 
 
+SOAP_5_2 = Stage("soap_5", "elem", scalars=(8, 9), reads=("p", "update_2"), stores=("p",))
+SOAP_NO_BY_COLUMNS_5_2 = Stage("soap_no_by_columns_5", "elem", scalars=(8, 9), reads=("p", "update"), stores=("p",))
 STRICT = (
     Rule(({"refresh": False, "by_rows": True, "by_columns": True},), 10, host=host_scalars, temps={"wide": ("g_whole",
-        "turned_2", "update_whole", "update_2")}, stages=(SOAP_1, SOAP_MATRICES, SOAP_3, SOAP_MATRICES_2, SOAP_5),
+        "turned_2", "update_whole", "update_2")}, stages=(SOAP_1, SOAP_MATRICES, SOAP_3, SOAP_MATRICES_2, SOAP_5_2),
         strict=True),
     Rule(({"refresh": False, "by_rows": True, "by_columns": False},), 10, host=host_scalars, temps={"wide": ("g_whole",
         "turned", "update_whole", "update")}, stages=(SOAP_1, SOAP_MATRICES_NO_BY_COLUMNS, SOAP_NO_BY_COLUMNS_3,
-        SOAP_MATRICES_NO_BY_COLUMNS_2, SOAP_NO_BY_COLUMNS_5), strict=True),
+        SOAP_MATRICES_NO_BY_COLUMNS_2, SOAP_NO_BY_COLUMNS_5_2), strict=True),
     Rule(({"refresh": False, "by_rows": False, "by_columns": True},), 10, host=host_scalars, temps={"wide": ("g_whole",
         "turned", "update_whole", "update")}, stages=(SOAP_1, SOAP_MATRICES_NO_BY_ROWS, SOAP_NO_BY_COLUMNS_3,
-        SOAP_MATRICES_NO_BY_ROWS_2, SOAP_NO_BY_COLUMNS_5), strict=True),
+        SOAP_MATRICES_NO_BY_ROWS_2, SOAP_NO_BY_COLUMNS_5_2), strict=True),
     Rule(({"by_rows": False, "by_columns": False},), 9, host=host_scalars_2, stages=(SOAP_NO_BY_ROWS_NO_BY_COLUMNS,),
         strict=True),
     Rule(({"refresh": True, "by_rows": True, "by_columns": True},), 11, host=host_scalars_3, temps={"wide": ("g_whole",

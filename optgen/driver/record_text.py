@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -22,6 +23,7 @@ from optgen.formats.views import VIEWS
 from optgen.ir.node import loads, postorder
 from optgen.ir.program import Buffer, Program, Schedule, Stage, Step
 from optgen.ir.ranges import is_plus
+from optgen.ir.show import text
 from optgen.lang.spec import Spec
 from optgen.lower import CODE, X, differing, lower_codec, lower_rule, needs_matrix
 from optgen.ops import dtypes, spaces
@@ -36,6 +38,7 @@ PLAN = "__init__.py"
 WIDTH = 120
 UNBROKEN: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 BLANK = "\0"  # where no line ends
+LINEAR = re.compile(r"mul\(\$(\w+), (?:%g:f32|fma\(\$(\w+), %\w+:f32, %p:f32\))\)")
 
 
 # -- text
@@ -280,6 +283,7 @@ def _stage(stage: Stage, kernel: str, nonneg: Collection[str], scalars: Sequence
     states = [s for s in stored if schedule.program.buffer(s.buffer).role != "temp"]
     positive = [s for s in states if s.buffer in nonneg]
     needs = loads([s.node for s in positive]) if stage.is_sweep else []
+    linear = LINEAR.fullmatch(text(stored[0].node)) if len(stored) == 1 and not schedule.partials else None
     return records.Stage(
         kernel,
         stage.space.name,
@@ -291,6 +295,7 @@ def _stage(stage: Stage, kernel: str, nonneg: Collection[str], scalars: Sequence
         zeros=tuple(s.buffer for s in positive if not is_plus(s.node, nonneg)),
         picked=tuple(s.buffer for s in states if s.node.op not in ARITHMETIC),
         needs=tuple(x for x in sweep.reads if x in needs),
+        linear=tuple(scalars.index(x) for x in linear.groups() if x) if linear else (),
     )
 
 

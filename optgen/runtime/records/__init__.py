@@ -374,6 +374,7 @@ class Stage:
     zeros     nonnegative states that it may store as -0
     picked    states that it stores as they were read somewhere, so that their NaN may be any
     needs     the values of `reads` that new values of nonnegative states are made of
+    linear    of a sweep that stores a * g or a * (b * x + p), x a temp, and nothing else: positions of a, or of a and b
 
     What follows from these (`join.completed`) and from the plan:
 
@@ -397,6 +398,7 @@ class Stage:
     zeros: tuple[str, ...] = ()
     picked: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    linear: tuple[int, ...] = ()
     level: int = 0
     temps: tuple[str, ...] = ()
     matrices: bool = False

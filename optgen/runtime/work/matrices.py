@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Generator, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from optgen.runtime.layout import layout, plans
 from optgen.runtime.layout.messages import Exchange
 from optgen.runtime.layout.sharding import Layout, field_layout
-from optgen.runtime.layout.workspace import Workspace, entries
+from optgen.runtime.layout.workspace import Workspace
 from optgen.runtime.records import Field, Stage, Variant
 from optgen.runtime.records.warn import warn
 from optgen.runtime.reference import matrices as functions
@@ -33,12 +33,46 @@ _WARNED = WeakTensorKeyDictionary()
 LARGE = 2**16
 """Elements from which matrices on a CPU are taken one at a time."""
 
+SMALLEST = 2.0**-126
+"""The smallest factor with which BLAS is called: by 0 it does not multiply, and so loses a NaN."""
+
 WHOLE = ("tensor", "model")
 """Spaces of one value for all matrices."""
 
 Tensors = Sequence[tuple[int, int, torch.Size, list[Tensor]]]
 """Tensors of a bucket, or matrices of these: the number, that of the first matrix, the shape as matrices, and what is
 read and stored."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _replaceable(variant: Variant) -> Mapping[str, Stage]:
+    """Return the sweeps in whose place functions of matrices can read gradients, or add the last product of a step to
+    fp32 weights, by the temp that each stores or adds."""
+    found, temps = dict[str, Stage](), {t.name for t in variant.temps}
+    adds = variant.param == "float32" and not variant.views
+    for stage in variant.stages:
+        for name in temps.intersection((*stage.reads, *stage.stores)) if stage.linear else ():
+            others = [s for s in variant.stages if s is not stage and name in (*s.reads, *s.stores)]
+            fits = len(stage.linear) == 1 or (adds and (*others, stage) == variant.stages[-2:])
+            if fits and all(s.space == "whole" for s in others):
+                found[name] = stage
+    return found
+
+
+def direct(bucket: Bucket, scalars: HostScalars | Control) -> dict[str, Stage]:
+    """Return the sweeps that a step of C++ kernels leaves to functions of matrices, as `_replaceable` does.
+
+    Gradients are copied where they are scaled.  Several ranks make all sweeps, and so does a step under
+    torch.use_deterministic_algorithms, which has the same bits on any number of them.
+    """
+    if bucket.backend != "cpp" or bucket.cut or bucket.workers or torch.are_deterministic_algorithms_enabled():
+        return {}
+    plain, lines = bucket.grad_dtype is torch.float32, range(len(bucket.lines))
+    return {
+        name: s
+        for name, s in _replaceable(bucket.variant).items()
+        if len(s.linear) == 2 or (plain and all(scalars.rounded(k, *s.linear) == 1 for k in lines))
+    }
 
 
 def work(
@@ -55,6 +89,9 @@ def work(
     values = function.values
     shapes = [layout.matrix_shape(variant.matrix, bucket.params[i].shape) for i in live]
     columns = {name: _column(bucket, room, name, live, shapes) for name in dict.fromkeys(values.names)}
+    for name in function.direct.keys() & columns.keys():
+        some = bucket.params if name in stage.stores else bucket.grads
+        columns[name] = [some[i].detach().view(shape) for i, shape in zip(live, shapes, strict=True)]
     own: list[tuple[int, int, torch.Size, list[Tensor]]] = []
     parted: list[workers.Parted] = []
     rows = zip(*map(columns.__getitem__, values.names), strict=True)
@@ -137,6 +174,7 @@ class _Function:
     """
 
     def __init__(self, bucket: Bucket, stage: Stage, scalars: HostScalars | Control) -> None:
+        self.scalars, self.direct = scalars, direct(bucket, scalars)
         self.bucket, self.stage, self.values = bucket, stage, _values(bucket.variant, stage)
         self.in_place, self.eager, self.at_once = stage.space == "call", bucket.variant.eager, bucket.workspace // 2
         self.takes, self.makes, self.drawn = stage.reads, stage.stores, False
@@ -166,7 +204,7 @@ class _Function:
             large = rows * columns >= LARGE and self.bucket.device.type == "cpu"
             most = 1 if alone or large else max(self.at_once // (size * rows * columns), 1)
             for start in range(0, len(found), most):
-                self._call(found[start : start + most], extents, given)
+                self._call(found[start : start + most], extents, *given)
 
     def _alike(self, tensors: Tensors) -> Alike:
         """Return the matrices of each shape, extents and given numbers."""
@@ -189,49 +227,47 @@ class _Function:
 
     def _call(
         self, batch: Sequence[tuple[int, tuple[Tensor, ...]]], extents: Sequence[int],
-        given: tuple[tuple[float, ...], int],
+        scalars: tuple[float, ...], key: int,
     ) -> None:  # fmt: skip
         """Write the results for matrices of one shape and line of `given`."""
         names, reads = self.values.names, self.values.reads
-        some = list(zip(*map(itemgetter(1), batch), strict=True))
+        numbers, values = zip(*batch, strict=True)
+        some = list(zip(*values, strict=True))
         count, stacked = reads + self.drawn, []
         for x in some[:count]:
             stacked.append(x[0] if len(x) == 1 else torch.stack(x))
         fields, streams = dict(zip(names[:reads], stacked, strict=False)), stacked[-1]
-        if self.in_place:
-            fields |= zip(self.makes, [self.function(*stacked, *given[0])], strict=True)
-        else:
-            memory = dict(zip(names[reads:], some[count:], strict=True))
-            self._compute(batch, count, fields, memory, streams, extents, *given)
-        for kept, name in zip(some[count:], names[reads:], strict=True):
-            if fields[name].data_ptr() == kept[0].data_ptr():
-                continue
-            made = list(fields[name].unbind()) if len(kept) > 1 else [fields[name]]
-            torch._foreach_copy_(list(kept), made)
-
-    def _compute(
-        self, batch: Sequence[tuple[int, tuple[Tensor, ...]]], count: int, fields: dict[str, Tensor],
-        memory: Mapping[str, Sequence[Tensor]], streams: Tensor, extents: Sequence[int], given: tuple[float, ...],
-        key: int,
-    ) -> None:  # fmt: skip
-        """Put the results into `fields`, as they are stored; the first `count` tensors of a matrix are its operands.
-
-        memory  results, of which products are computed in it
-        """
-        taken = [self._decoded(x, fields) for x in self.takes]
         sizes = zip(self.stage.extents, extents, strict=True)
         last = [streams if x == "stream" else float(size) for x, size in sizes]
         try:
-            with Noting(self.bucket, [i for i, _ in batch]):
-                made = self.function(*taken, *given, *last)
+            with Noting(self.bucket, numbers):
+                taken = map(self._decoded, self.takes, itertools.repeat(fields))
+                made = self.function(*taken, *scalars, *last)
         except LinAlgError as error:
             bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
-            raise failure(error, self.bucket, bad or [i for i, _ in batch]) from error
-        results = dict(zip(self.makes, [made] if len(self.makes) == 1 else made, strict=True))
-        for name, x in results.items():
-            if isinstance(x, functions.Product):
-                results[name] = x.computed(memory.get(name, ()))
-        self._encode(results, fields, streams, key)
+            raise failure(error, self.bucket, bad or numbers) from error
+        results = zip(self.makes, [made] if len(self.makes) == 1 else made, strict=True)
+        memory = dict(zip(names[reads:], some[count:], strict=True))
+        computed = {name: self._computed(name, x, numbers, memory.get(name, ())) for name, x in results}
+        self._encode(computed, fields, streams, key)
+        for name, kept in memory.items():
+            if fields[name].data_ptr() != kept[0].data_ptr():
+                torch._foreach_copy_(list(kept), fields[name].unbind() if len(kept) > 1 else [fields[name]])
+
+    def _computed(
+        self, name: str, x: Tensor | functions.Product, numbers: Sequence[int], memory: Sequence[Tensor]
+    ) -> Tensor:
+        """Return a result; make a * (b * x + p) of the weights p in its memory in the place of their last sweep."""
+        if name not in self.direct:
+            return x.computed(memory) if isinstance(x, functions.Product) else x
+        for k, (i, p) in enumerate(zip(numbers, memory, strict=True)):
+            a, b = (self.scalars.rounded(self.bucket.line_of[i], n) for n in self.direct[name].linear)
+            some = [y if len(memory) == 1 else y[k] for y in (x if isinstance(x, functions.Product) else [x])]
+            if len(some) == 2 and min(abs(a), abs(a * b)) >= SMALLEST:
+                torch.addmm(p, *some, beta=a, alpha=a * b, out=p)
+            else:
+                p.add_(some[0] @ some[1] if len(some) == 2 else some[0], alpha=b).mul_(a)
+        return memory[0]
 
     def _decoded(self, name: str, fields: Mapping[str, Tensor]) -> Tensor:
         """Return an operand in fp32, or as it is."""
@@ -316,15 +352,8 @@ def _column(
     k, found = names.index(name), list[Tensor]()
     temp, column = bucket.variant.temps[k], room.offsets[k]
     for at, shape in zip(column if len(column) == len(live) else [column[i] for i in live], shapes, strict=True):
-        if temp.space == "elem" and not temp.wide:
-            count = shape.numel()
-            found.append(room.memory[at : at + -(-count // 2)].view(torch.bfloat16)[:count].view(shape))
-            continue
-        value = room.memory[at : at + entries(temp.space, shape, temp.wide)]
-        if temp.space in WHOLE:  # which every matrix is given
-            found.append(value.view(1, 1).expand(*shape[:-2], 1, 1))
-        else:
-            found.append(value.view(layout.value_shape(temp.space, shape)))
+        value = room.value(temp, at, shape)
+        found.append(value.view(1, 1).expand(*shape[:-2], 1, 1) if temp.space in WHOLE else value)  # for every matrix
     return found
 
 

@@ -51,11 +51,14 @@ _SEEN = {
 
 
 @functools.lru_cache(maxsize=4096)
-def parts(variant: Variant, cut: frozenset[str] = frozenset()) -> tuple[Stretch, ...]:
+def parts(
+    variant: Variant, cut: frozenset[str] = frozenset(), without: frozenset[str] = frozenset()
+) -> tuple[Stretch, ...]:
     """The parts of a step, in order.
 
-    cut   what of the tensors lies over several ranks: what is summed over that is summed over ranks as late as can be,
-          together with what else then waits
+    cut      what of the tensors lies over several ranks: what is summed over that is summed over ranks as late as can
+             be, together with what else then waits
+    without  kernels that do not run
     """
     temps = {t.name: t for t in variant.temps}
     out: list[Stretch] = []
@@ -72,6 +75,9 @@ def parts(variant: Variant, cut: frozenset[str] = frozenset()) -> tuple[Stretch,
             out += [Stretch("kernels", begin, end)] * (end > begin) + between
             begin = end
         if not stage.on_host:
+            if stage.kernel in without:
+                out += [Stretch("kernels", begin, end)] * (end > begin)
+                begin = end + 1
             end += 1
             waiting += [name for name in stage.temps if _is_over_ranks(temps[name], cut)]
         if wanted := _summed_after(variant, k):
@@ -103,7 +109,8 @@ def drive(
     variant, failure = bucket.variant, None
     position = {t.name: k for k, t in enumerate(variant.temps)}
     kept: workers.Kept = {}
-    for part in parts(variant, bucket.cut):
+    without = frozenset(sweep.kernel for sweep in matrices.direct(bucket, scalars).values())
+    for part in parts(variant, bucket.cut, without):
         if part.kind == "kernels":
             kernels(part.begin, part.end)
         elif part.kind == "call":
