@@ -52,7 +52,7 @@ CELLS: dict[str, st.SearchStrategy[Cell]] = {
 }  # fmt: skip
 """What is drawn of each kind; kernels of few rules, since they take seconds to compile and to interpret."""
 
-EXAMPLES = {"reference": 45, "kept": 15, "cpp": 15, "triton": 4}
+EXAMPLES = {"reference": 30, "kept": 10, "cpp": 10, "triton": 4}
 
 
 def run(kind: str, seed: int | None = None, **changed: Any) -> None:

@@ -22,7 +22,7 @@ from optgen.driver import cli, load, standalone
 from optgen.formats import Plan, bf16
 from tests import harness
 
-SHAPES = ((70, 130), (64, 128), (33,), (5000,), (), (3, 5, 4, 7), (0, 4))
+SHAPES = ((33, 130), (33, 128), (33,), (5000,), (), (3, 5, 4, 7), (0, 4))
 PAIRS = (
     "adamw/int8_split24", "adamw/fp32_master", "lion/int8_split24", "muon/int8_split24", "lamb/int8_split24",
     "sgd/bf16_sr", "adagrad/torchao4", "came/int8_split24", "adafactor/int4_split24", "adopt/flashoptim",
@@ -59,7 +59,7 @@ def gradients(ps: list[torch.nn.Parameter], k: int) -> None:
 
 
 def bits(x: Any) -> Any:
-    return x.reshape(-1).view(torch.uint8).tolist() if isinstance(x, Tensor) else x
+    return x.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if isinstance(x, Tensor) else x
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -21,12 +21,12 @@ class Module:
         self.ends: dict[str, int] = {}  # the last line of each, with the string behind it that describes it
         self.imported: dict[str, tuple[str, str]] = {}  # alias -> (module, name or "")
         names: list[str] = []
-        for node in ast.parse(text).body:
+        for node in (tree := ast.parse(text)).body:
             if not isinstance(node, ast.Expr):
                 names = _defined(node)
                 self.defined |= dict.fromkeys(names, node)
             self.ends |= dict.fromkeys(names, node.end_lineno or 0)
-        for inner in ast.walk(ast.parse(text)):
+        for inner in ast.walk(tree):
             if isinstance(inner, ast.Import):
                 self.imported |= {a.asname or a.name: (a.name, "") for a in inner.names}
             elif isinstance(inner, ast.ImportFrom) and inner.module != "__future__":
