@@ -5,8 +5,9 @@ The exported function of a kernel (optgen/runtime/cpu/cpp/optgen.h):
     int32_t optgen_step(
         const int64_t *table, int64_t tensors, const float *scalars, const int32_t *keys, int32_t threads)
 
-table is a row of int64 per tensor, as `workspace.rows` makes them; scalars and step keys stand line by line.  Elements
-are divided evenly among the threads; their number does not change a bit of the result.
+table is a row of int64 per tensor, as `workspace.rows` makes them; in steps of several stages the address of a dense
+copy, or 0, stands behind those of partial results.  Scalars and step keys stand line by line.  Elements are divided
+evenly among the threads; their number does not change a bit of the result.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 import os
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -120,6 +122,42 @@ def table(lines: Sequence[Sequence[int]], staged: bool, room: workspace.Workspac
     kept = [line for line in lines if line[whole]]
     rows = array("q", itertools.chain.from_iterable(kept))
     return TensorTable(rows, len(lines[0]), sum(line[numel] for line in kept), room)
+
+
+NARROW = 64
+"""Columns below which the matrices of a stack are walked as one long row: each of them is small, too."""
+
+
+def dense_copies(variant: Variant, shape: torch.Size) -> int:
+    """Return the number of fp32 tensors of the parameter's shape that the widest sweep fills, where it cannot sum as it
+    goes; else 0.
+
+    That is where blocks straddle the rows of matrices, and in stacks of matrices with very short rows.
+    """
+    columns = workspace.matrices(shape)[2]
+    sweeps = [s for s in variant.stages if s.space == "elem" and s.matrices]
+    straddling = any(columns % s.block for s in sweeps)
+    if not sweeps or len(shape) < 3 or not (straddling or columns < NARROW):
+        return 0
+    from_elements = {t.name for t in variant.reduced}
+    return max(1, *(len(from_elements.intersection(s.temps)) for s in sweeps))
+
+
+def make_workspace(
+    variant: Variant, shapes: Sequence[torch.Size], device: torch.device, pool: workspace.Pool | None
+) -> workspace.Workspace:
+    """Make the workspace of a bucket: temps, partial results, and dense copies where they are needed.
+
+    Its last column holds the addresses of the dense copies, 0 where there is none.
+    """
+    few = workspace.make(variant, shapes, device, pool)
+    copies = [dense_copies(variant, shape) * math.prod(shape) for shape in shapes]
+    dense = torch.empty(sum(copies) + len(copies) * 16, dtype=torch.float32, device="cpu")
+    at, addresses = -(-dense.data_ptr() // 64) * 64, []
+    for count in copies:
+        addresses.append(at if count else 0)
+        at += -(-count * 4 // 64) * 64
+    return replace(few, columns=[*few.columns, addresses], dense=dense)
 
 
 _forked = False

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from optgen.runtime.cpu import cpu, cpu_stages
+from optgen.runtime.cpu import cpu
 from optgen.runtime.gpu import compiled, stages
 from optgen.runtime.layout import layout, workspace
 from optgen.runtime.records import dtype_name
@@ -166,7 +166,7 @@ class CppKernels(Kernels):
         if old is not None and old.signature.shapes == shapes:
             room = old.table.room  # nothing in it outlives a step
         else:
-            make, pool = (cpu_stages.make, bucket.pool) if staged else (workspace.make, None)
+            make, pool = (cpu.make_workspace, bucket.pool) if staged else (workspace.make, None)
             room = make(bucket.variant, shapes, bucket.device, pool)
         self.own_memory |= staged and any(room.columns[-1])  # dense copies
         self.table = cpu.table(workspace.rows(columns, room, shapes, streams, places, staged), staged, room)
