@@ -690,11 +690,13 @@ def views_of_rows(here: Here) -> None:
     """A rank has the views of its rows, by each rule's sweeps; views that need other ranks' rows are refused."""
     mesh = here.mesh(here.world)
     viewed = specs.plans.int8_split24.but("A view.", views=("mxfp8_rows",), name="viewed")
-    for rule in ("adamw", "lamb"):
-        cls = optgen.compile(rule, viewed)
-        runs = Runs(here, cls, rows(here, mesh, [(97, 128), (64, 96)], torch.bfloat16), plan="viewed")
+    both = viewed.but("Views.", views=("mxfp8_rows", "mxfp8_columns"), name="both")
+    for rule, plan in (("adamw", viewed), ("lamb", viewed), ("adamw", both)):
+        cls, columns = optgen.compile(rule, plan), plan is both
+        shapes = [(32 * here.world, 128), (192, 96)] if columns else [(97, 128), (64, 96)]
+        runs = Runs(here, cls, rows(here, mesh, shapes, torch.bfloat16), plan=plan.name)
 
-        def same_views(change: Callable[[Tensor], object], runs: Runs = runs) -> None:
+        def same_views(change: Callable[[Tensor], object], runs: Runs = runs, columns: bool = columns) -> None:
             for p, q in zip(runs.alone, runs.parts, strict=True):
                 with torch.no_grad():
                     change(p)
@@ -703,6 +705,10 @@ def views_of_rows(here: Here) -> None:
                 for x, y in ((whole.codes, part.codes), (whole.scales, part.scales)):
                     own = sharding.part_of(x.view(torch.uint8), sharding.layout_of(q))
                     assert torch.equal(own, y.view(torch.uint8))
+                if columns:
+                    whole, part = runs.one.views(p)["mxfp8_columns"], runs.many.views(q)["mxfp8_columns"]
+                    for x, y in ((whole.codes, part.codes), (whole.scales, part.scales)):
+                        assert torch.equal(x.view(torch.uint8).chunk(here.world, 1)[here.rank], y.view(torch.uint8))
 
         runs.step()
         same_views(lambda p: p)
@@ -713,12 +719,13 @@ def views_of_rows(here: Here) -> None:
     layer.weight = runs.parts[1]
     with refused(ValueError, "gather opt.views"):
         runs.many.use_views(layer)
-    for view, dim, word in (("mxfp8_rows", 1, "dimension 0"), ("fp8", 0, "mxfp8_rows has none")):
+    of_views = ("mxfp8_rows", 1, "dimension 0"), ("fp8", 0, "mxfp8_rows has none"), ("mxfp8_columns", 0, "divides 5")
+    for view, dim, word in of_views:
         cls = optgen.compile("adamw", specs.plans.fp32.but("A view.", views=(view,), name=f"fp32_{view}"))
-        piece = Piece(here.values(96, 128), mesh, [Shard(dim)])
+        piece = Piece(here.values(160, 128), mesh, [Shard(dim)])
         q = piece.parameter(True)
         opt = cls([q], backend=here.backend)
-        q.grad = piece.of(here.values(96, 128))
+        q.grad = piece.of(here.values(160, 128))
         with refused(ValueError, word, "plan without views"):
             opt.step()
         with refused(ValueError, word):

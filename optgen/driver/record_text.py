@@ -19,7 +19,7 @@ from optgen.driver.steps import rule_step
 from optgen.formats import floats, format
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan, coded_trait, field_names, rounds_to_nearest
-from optgen.formats.views import VIEWS
+from optgen.formats.views import COLUMNS, VIEWS
 from optgen.ir.node import loads, postorder
 from optgen.ir.program import Buffer, Program, Schedule, Stage, Step
 from optgen.ir.ranges import is_plus
@@ -396,6 +396,8 @@ def plan_record(plan: Plan, maths: Maths = "fast") -> PlanRecord:
 def _view(name: str, fmt: Format) -> View:
     fields = [_field(k, f) for k, f in zip(_names(fmt), fmt.fields().values(), strict=True)]
     fields += [Field("tensor", "float32", space="tensor")] if "top" in fmt.fields() else []
+    if fmt is COLUMNS:
+        fields = [dataclasses.replace(f, space="transposed") for f in fields]
     return View(name, fmt.block, tuple(dataclasses.replace(f, name=f"{name}_{f.name}", state=name) for f in fields))
 
 

@@ -20,17 +20,13 @@ from optgen.formats.check import BLOCKS, is_whole, refusal
 from optgen.formats.format import Field, Format, Master
 from optgen.formats.masters import Native
 from optgen.formats.of_matrices import MATRICES, NEAREST
-from optgen.formats.views import VIEWS
+from optgen.formats.views import COLUMNS, VIEWS
 from optgen.lang.declare import INPUT, StateDecl
 from optgen.lang.spec import MatrixKind
 from optgen.ops.dtypes import DType, f32
 
 SMALL, SLOW = 4096, 0.98
 WORD = 4  # bytes of the word that holds a view's scales of one storage block
-OF_COLUMNS = (
-    "a sweep goes along rows and knows no largest of 32 rows: after the step call "
-    "to_mx(p.t().contiguous(), torch.float8_e4m3fn, 32) of torchao"
-)
 
 
 def rounds_to_nearest(recurrence: Any) -> bool:
@@ -228,8 +224,7 @@ class Plan:
             ("views", _are_views(self.views), f"a tuple of names, each once: {', '.join(VIEWS)}"),
         ):
             if not fits:
-                hint = {"hint": OF_COLUMNS} if part == "views" and "columns" in str(self.views) else {}
-                raise UserError("E309", loc=self.loc, part=part, want=want, got=repr(getattr(self, part)), **hint)
+                raise UserError("E309", loc=self.loc, part=part, want=want, got=repr(getattr(self, part)))
 
     def _not_a(self, slot: str, value: object, want: str, kind: type) -> UserError:
         called = isinstance(value, type) and issubclass(value, kind)
@@ -371,7 +366,7 @@ class Plan:
 
     def _check_views(self, blocks: Collection[int]) -> None:
         """UserError where storage blocks hold no whole blocks of a view, or more than one word has scales of."""
-        for name, size in ((x, VIEWS[x].block) for x in self.views):
+        for name, size in ((x, VIEWS[x].block) for x in self.views if VIEWS[x] is not COLUMNS):
             if any(block % size or block // size > WORD for block in blocks):
                 what = f"the view {name} beside states in blocks of {max(blocks)}"
                 raise refusal(self.loc, what, f"blocks of {' or '.join(str(size * k) for k in (1, 2, 4))} there")

@@ -1,4 +1,4 @@
-"""Views: write-only encodings of the new weight, made by the sweep that stores it.
+"""Views: write-only encodings of the new weight, made by the sweep that stores it; along columns right after it.
 
 A view is a function of the parameter as the step leaves it, not of the further bits that are hidden beside it: its bits
 are those that a quantizer makes of the parameter, and it is made again from the parameter alone.
@@ -36,15 +36,19 @@ def power(top: Num, largest: float) -> Num:
 
 @dataclass(frozen=True)
 class MxFp8(Format):
-    """MXFP8 along rows: e4m3 numbers, 32 of which share a power of two (E8M0), as torch and torchao have them.
+    """MXFP8: e4m3 numbers, 32 of which share a power of two (E8M0), as torch and torchao have them.
+
+    columns  of the transposed weight, so that the numbers of a block are 32 neighbours of a column
 
     The scale is the smallest power of two under which no number is beyond 448, as cuBLAS and TransformerEngine define
     it (torchao: ScaleCalculationMode.RCEIL).  Numbers round half to even.  A block whose scale would be below 2^-126
     becomes 0.  A NaN makes its block NaN; an Inf becomes 448 under the largest scale, 2^127.
     """
 
+    columns: bool = False
+
     def __str__(self) -> str:
-        return "e4m3 in blocks of 32 along rows: E8M0 scale, nearest"
+        return f"e4m3 in blocks of 32 along {'columns' if self.columns else 'rows'}: E8M0 scale, nearest"
 
     def fields(self) -> dict[str, Field]:
         return {"": Field(u8), "scale": Field(u8, per=32, nonneg=True)}
@@ -70,23 +74,28 @@ class MxFp8(Format):
 
 @dataclass(frozen=True)
 class TensorFp8(Format):
-    """FP8 (e4m3) under one scale per tensor, rounded as torch does: half to even, saturating; a NaN stays."""
+    """FP8 under one scale per tensor, rounded as torch does: half to even, saturating; a NaN stays."""
+
+    kind: fp8.FloatKind = "e4m3"
 
     def __str__(self) -> str:
-        return "e4m3: one scale per tensor, nearest"
+        return f"{self.kind}: one scale per tensor, nearest"
 
     def fields(self) -> dict[str, Field]:
         return {"": Field(u8), "top": Field(u8, per=32)}
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        top = power(block_max(bits(abs(x)), 32), 448.0 / 2)
-        code = where(equal(x, x), fp8.nearest("e4m3", minimum(abs(x), 448.0)), 0x7F) | ((bits(x) >> 24) & 0x80)
+        largest = fp8.numbers(self.kind)[-1]
+        top = power(block_max(bits(abs(x)), 32), largest / 2)
+        code = where(equal(x, x), fp8.nearest(self.kind, minimum(abs(x), largest)), 0x7F) | ((bits(x) >> 24) & 0x80)
         return {"": cast(code, u8), "top": cast(top, u8)}
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
-        return fp8.widen("e4m3", cast(parts[""], i32))
+        return fp8.widen(self.kind, cast(parts[""], i32))
 
     def bound(self) -> Bound:
+        if self.kind == "e5m2":
+            return Bound(1 / 9, "value", "2^-14 * scale <= |x| <= 57344 * scale")
         return Bound(1 / 17, "value", "2^-6 * scale <= |x| <= 448 * scale")
 
 
@@ -123,5 +132,12 @@ class NvFp4(Format):
         return Bound(1 / 6, "largest", valid, excess=1 / 16)
 
 
-VIEWS: Mapping[str, Format] = {"mxfp8_rows": MxFp8(), "fp8": TensorFp8(), "nvfp4": NvFp4()}
+COLUMNS = MxFp8(columns=True)
+VIEWS: Mapping[str, Format] = {
+    "mxfp8_rows": MxFp8(),
+    "mxfp8_columns": COLUMNS,
+    "fp8": TensorFp8(),
+    "fp8_e5m2": TensorFp8("e5m2"),
+    "nvfp4": NvFp4(),
+}
 """Name, as in `Plan(views=...)` -> how it encodes the weight."""

@@ -26,6 +26,7 @@ def quantizers() -> Mapping[str, Callable[[Tensor], object]]:
 
     return {
         "mxfp8_rows": lambda p: to_mx(p, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL),
+        "mxfp8_columns": lambda p: to_mx(p.t().contiguous(), torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL),
         "fp8": lambda p: (p.float() * (448 / p.abs().amax().float())).clamp(-448, 448).to(torch.float8_e4m3fn),
         "nvfp4": lambda p: nvfp4_quantize(p, 16, per_tensor_amax_to_scale(p.abs().amax())),
     }

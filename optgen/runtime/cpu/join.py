@@ -37,15 +37,25 @@ def source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
             "    static constexpr Column COLUMNS[] = {",
             *(f"        {x}, {str(y).lower()}}}," for x, y in zip(columns, written, strict=True)),
             "    };",
-            *_views(variant, [variant.columns.index(view.fields[0].name) for view in variant.views]),
+            *_views(variant, [variant.columns.index(view.fields[0].name) for view in variant.swept]),
             "};",
             f"template <class Grad> using {KERNEL} = Sweep<Layout<Grad>, {stage.kernel}, Grad,",
             ",\n".join(f"    {value}" for value in values) + ">;",
             "}  // namespace",
-            "OPTGEN_EXPORT",
+            *_export(variant),
             "",
         ]
     )
+
+
+def _export(variant: Variant) -> list[str]:
+    """Return the lines that export a kernel, with a view along columns if there is one."""
+    for view in (x for x in variant.views if x.transposed):
+        numel = len(variant.columns) + (len(variant.reduced) + 4 if variant.stages else 0)
+        places = variant.columns.index(view.fields[0].name), numel, numel + (9 if variant.stages else 6)
+        given = sum(not s.on_host for s in variant.stages), f"{view.name}_nearest", view.size, variant.param, *places
+        return ['#include "columns.h"', f"OPTGEN_EXPORT_COLUMNS({', '.join(map(str, given))})"]
+    return ["OPTGEN_EXPORT"]
 
 
 def _value(variant: Variant, stage: Stage, owner: str, states: Sequence[str], stored: bool) -> str:
@@ -63,7 +73,7 @@ def _value(variant: Variant, stage: Stage, owner: str, states: Sequence[str], st
 def _views(variant: Variant, places: Sequence[int]) -> list[str]:
     """Return the lines of a layout that name the views that it stores; `places`: of the first tensor of each."""
     found = []
-    for view, at in zip(variant.views, places, strict=False):
+    for view, at in zip(variant.swept, places, strict=False):
         scale = at + len(view.fields) - 1 if view.scaled else -1
         found.append(f"View<{view.name}_nearest, {view.size}, {at}, {variant.param}, {scale}>")
     return [f"    typedef Views<{', '.join(found)}> views;", "    typedef void shows;"] if found and places else []
@@ -92,6 +102,7 @@ def _encoding(eager: Eager, owner: str, written: bool) -> str:
 
 _KINDS = {
     "elem": "ELEMENT", "row": "ROW", "col": "COLUMN", "mat": "MATRIX", "tensor": "WHOLE", "model": "WHOLE",
+    "transposed": "WHOLE",
     **dict.fromkeys(MATRICES, "WHOLE"),
 }  # fmt: skip
 _REDUCTIONS = {"": "NONE", "sum": "TOTAL", "max": "LARGEST"}
@@ -117,7 +128,7 @@ def steps_source(variant: Variant, rule: Rule, text: str, codecs: str) -> str:
             "    };",
             "};",
             "}  // namespace",
-            "OPTGEN_EXPORT",
+            *_export(variant),
             "",
         ]
     )
@@ -148,7 +159,7 @@ def _column_of(variant: Variant, name: str) -> str:
 def _kind(field: Field) -> str:
     if field.width > 1 or field.per == EIGHT:
         return "EIGHTH"
-    return "BLOCK_OF" if field.per > 1 else _KINDS[field.space]
+    return "BLOCK_OF" if field.per > 1 and field.space == "elem" else _KINDS[field.space]
 
 
 class _Stage:
@@ -251,7 +262,7 @@ class _Stage:
     def view_places(self) -> list[int]:
         """Add the places of the weight's views, if the stage stores it; return the first of each."""
         found = []
-        for view in self.variant.views if "p" in self.stores else ():
+        for view in self.variant.swept if "p" in self.stores else ():
             found.append(len(self.places))
             for f in view.fields:
                 self.place(f.name, f.space == "tensor", f.space == "elem")

@@ -13,11 +13,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from optgen.runtime.gpu.prelude import INTERPRETED, get, packed, put, reciprocal, rotl, unpacked, widened
+from optgen.runtime.gpu.prelude import INTERPRETED, get, packed, pointer, put, reciprocal, rotl, unpacked, widened
 from optgen.runtime.records import keys
 
 M1, M2, M3 = (tl.constexpr(keys.signed(m)) for m in (keys.M1, keys.M2, keys.M3))
 WINDOW = tl.constexpr(keys.WINDOW)
+ROWS, ACROSS = tl.constexpr(32), tl.constexpr(64)  # of a tile of `encode_columns`
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,6 +298,38 @@ def put_view(buffers, x, where, live, SWEEP: tl.constexpr, VIEW: tl.constexpr, M
             places = tl.reshape(word.to(tl.int32), [BLOCKS // COUNT, COUNT]) << (8 * tl.arange(0, COUNT))[None, :]
             word = tl.sum(places, 1)
         stored(buffers[VIEW.stores[i]], tl.reshape(word, where[1].shape), where, live, SWEEP, VIEW.stores[i], MASKED)
+
+
+@triton.jit
+def encode_columns(
+    table, work, CODEC: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr,
+    NUMEL: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of a view along columns: ROWS rows, which are a block of each column, of the transposed weight.
+
+    work     int32 (programs, 2): tensor; panel of rows * (tiles of a panel) + tile
+    WIDTH    the entries of a row of the table
+    CODES    the entry that is the address of codes; that of scales follows
+    NUMEL    the entry that is the number of elements; that of columns follows
+    ALIGNED  whether rows begin at multiples of 16 bytes
+    """
+    item = work + 2 * tl.program_id(0)
+    row = table + WIDTH * tl.load(item).to(tl.int64)
+    columns = tl.load(row + (NUMEL + 1))
+    panels = tl.load(row + NUMEL) // columns // ROWS
+    if ALIGNED:
+        columns = tl.multiple_of(columns, 16)
+    panel = tl.load(item + 1) // tl.cdiv(columns, ACROSS)
+    i = tl.arange(0, ROWS)
+    j = tl.load(item + 1) % tl.cdiv(columns, ACROSS) * ACROSS + tl.arange(0, ACROSS)
+    live = j < columns
+    x = pointer(row, DTYPE, ALIGNED) + panel * ROWS * columns + (i[:, None] * columns + j[None, :])
+    x = tl.trans(tl.load(x, mask=live[None, :], other=0.0))
+    code, scale = CODEC.nearest(widened(x), live[:, None], False)
+    codes = pointer(row + CODES, tl.uint8, ALIGNED) + panel * ROWS + (j[:, None] * (panels * ROWS) + i[None, :])
+    tl.store(codes, code, mask=live[:, None])
+    scales = pointer(row + (CODES + 1), tl.uint8, ALIGNED) + panel + j * panels
+    tl.store(scales, tl.reshape(scale, [ACROSS]), mask=live)
 
 
 @triton.jit

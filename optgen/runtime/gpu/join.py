@@ -47,6 +47,10 @@ def _add(out: Any, variant: Variant, steps: Rule, rule: ModuleType, codecs: Modu
     """Add the kernels of a variant."""
     frame = Frame.of(variant, codecs)
     out.NUMBERS[variant.function] = frame.numbers
+    for view in (x for x in variant.views if x.transposed):
+        places = dict(WIDTH=frame.width, CODES=frame.columns[view.fields[0].name], NUMEL=frame.numel)
+        codec, dtype = frame.views[view.name], getattr(tl, variant.param)
+        out.CONSTANTS[f"{variant.function}_columns"] = dict(CODEC=codec, DTYPE=dtype, **places)
     if not variant.stages:
         _add_sweep(out, variant.function, variant, steps.stages[0], frame, rule)
         return
@@ -221,7 +225,7 @@ class _Values:
     @property
     def shown(self) -> tuple[View, ...]:
         """The views that it stores."""
-        return self.variant.views if "p" in self.stores else ()
+        return self.variant.swept if "p" in self.stores else ()
 
     @property
     def views(self) -> tuple[StoredView, ...]:

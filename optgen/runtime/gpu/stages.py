@@ -214,6 +214,8 @@ class _Maker:
             if stages[0].space == "elem":
                 for stage in stages:
                     self._sweep(stage)
+                    if "p" in self.variant.stored_by(stage) and self.variant.views != self.variant.swept:
+                        self._encode_columns()
                     self._finish([self.temps[name] for name in stage.temps if name in self.partials])
             else:
                 for k in range(len(stages)) if self.apart else (None,):
@@ -254,6 +256,20 @@ class _Maker:
         gathered = [i for i in range(len(self.shapes)) if stage.matrices and not self._fits(stage, i)]
         for name, k in self._operands(stage).items() if gathered else ():
             self._partials(stage, self.temps[name], k, gathered)
+
+    def _encode_columns(self) -> None:
+        """Make the views along columns, of tensors that have one: its address is not 0."""
+        from optgen.runtime.gpu.codecs import ACROSS, ROWS, encode_columns
+
+        groups: dict[bool, dict[int, int]] = {}
+        constants = self.kernels.CONSTANTS[f"{self.variant.function}_columns"]
+        for i in (i for i, address in enumerate(self.plan.live.columns[constants["CODES"]]) if address):
+            _, rows, across = self.sizes[i]
+            aligned = self.own[i] and across % 16 == 0
+            groups.setdefault(aligned, {})[i] = rows // ROWS.value * -(-across // ACROSS.value)
+        for aligned, counts in groups.items():
+            work = work_items(tuple(counts), tuple(counts.values()))
+            self._call(encode_columns, self.plan.table, work, {**constants, "ALIGNED": aligned}, num_warps=1)
 
     def _walked(self, stage: Stage, i: int) -> tuple[tuple[int, tuple[tuple[str, Any], ...]], int]:
         """Return how a sweep walks a tensor, (warps, entries of its record), and the tensor's tiles."""

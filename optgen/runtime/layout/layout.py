@@ -22,7 +22,10 @@ from optgen.runtime.records.join import Pair
 from optgen.runtime.reference.matrix_codecs import CODECS
 
 CHUNK = 2**24
-"""Elements that encode and decode work on at a time, or one row: bounds their fp32 temporaries to 64 MiB each."""
+"""Elements that encode and decode work on at a time, or 32 rows: bounds their fp32 temporaries to 64 MiB each."""
+
+VIEW_ROWS = 32
+"""Rows of a matrix whose elements in a column share a scale of a view."""
 
 
 @functools.lru_cache(maxsize=65536)
@@ -58,7 +61,10 @@ def place(shape: torch.Size) -> Place:
 
 
 def field_shape(field: Field, shape: torch.Size) -> tuple[int, ...]:
-    """Shape of a field's tensor for a parameter of that shape."""
+    """Shape of a field's tensor for a parameter of that shape; (0, 0) of a view that it has none of."""
+    if field.space == "transposed":
+        rows, columns = shape if len(shape) == 2 and shape[0] % VIEW_ROWS == 0 else (0, 0)
+        return columns, rows // field.per
     if field.space != "elem":
         found = small_shape(field.space, matrix_shape(field.matrix, shape), field.rank)
         return _part_shape(field.part, found) if field.part else found
@@ -134,6 +140,8 @@ class _Part:
 
     def of(self, t: Tensor, field: Field | None = None) -> Tensor:
         """Return the view of a tensor of the parameter's shape, or of a field's tensor."""
+        if field is not None and field.space == "transposed" and self.rows is not None:
+            return t[:, self.rows.start // field.per : self.rows.stop // field.per]
         elements = field is None or (field.space == "elem" and field.per == 1)
         if self.rows is None:
             return t.reshape(self.seen) if elements else t
@@ -152,7 +160,7 @@ def _parts(variant: Variant, shape: torch.Size) -> Iterator[_Part]:
     if math.prod(shape):
         seen = matrix_shape(variant.matrix, shape)
         rows, columns = grid(seen)
-        height = max(1, CHUNK // columns)
+        height = max(VIEW_ROWS, CHUNK // columns // VIEW_ROWS * VIEW_ROWS)
         for part in (None,) if variant.of_whole else (slice(k, k + height) for k in range(0, rows, height)):
             yield _Part(variant, shape, part)
 

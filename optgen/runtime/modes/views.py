@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,9 +37,12 @@ def _problem(p: Tensor, variant: Variant) -> str:
         return "it is frozen, so no step writes one; quantize it once, by torchao's MXTensor.to_mx"
     if found := views.problem(p, variant):
         return found
-    size = max(views.TYPES[view.name][1] for view in variant.views) or 1
-    if p.shape[-1:].numel() % size or (size > 1 and p.ndim < 2):
-        return f"of its shape {list(p.shape)} the rows are no multiple of {size} long; pad the layer"
+    for view in variant.views:
+        size, along = views.TYPES[view.name][1], "columns" if view.transposed else "rows"
+        if view.transposed and p.ndim != 2:
+            return f"{view.name} is of matrices, and its shape is {list(p.shape)}; keep it under a plan without"
+        if size and (p.ndim < 2 or p.shape[0 if view.transposed else -1] % size):
+            return f"of its shape {list(p.shape)} the {along} are no multiple of {size} long; pad the layer"
     return ""
 
 
@@ -51,22 +53,11 @@ def _read(weight: Tensor, view: str, label: str) -> Tensor:
             f"{label} was written to since the view {view} was made of it: after a change of weights between steps "
             f"(a loaded state dict, an edit in place, a new parameter) call use_views(model) again"
         )
-    return views.shown(weight, view).dequantize(weight.dtype)
+    found = views.shown(weight, view).dequantize(weight.dtype)
+    return found.t().contiguous() if view == "mxfp8_columns" else found
 
 
-class _Shown(torch.autograd.Function):
-    """The weight as its view has it; the gradient is the weight's."""
-
-    @staticmethod
-    def forward(ctx: Any, *read: Any) -> Tensor:
-        return _read(*read)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0], None, None
-
-
-# The same as an operator: torch.compile does not look into it, so that compiled forwards check the view, too.
+# An operator, whose gradient is the weight's: torch.compile does not look into it, so compiled forwards check, too.
 _OPERATOR = "(Tensor weight, str view, str label) -> Tensor"
 _viewed = torch.library.custom_op("optgen::viewed", _read, mutates_args=(), schema=_OPERATOR)
 _viewed.register_fake(lambda weight, view, label: weight.new_empty(weight.shape))
@@ -82,8 +73,7 @@ class ViewedLinear(nn.Linear):
     shown: tuple[str, str]
 
     def forward(self, input: Tensor) -> Tensor:
-        through: Any = _viewed if torch.compiler.is_compiling() else _Shown.apply
-        return nn.functional.linear(input, through(self.weight, *self.shown), self.bias)
+        return nn.functional.linear(input, _viewed(self.weight, *self.shown), self.bias)
 
 
 class ViewHandle:
@@ -108,7 +98,12 @@ class ViewHandle:
 def use(opt: Any, model: nn.Module, view: str) -> ViewHandle:
     """Let the linear layers of a model compute with a view of their weights, if the optimizer makes one."""
     owner, layers = type(opt).__name__, list[Any]()
-    for label, layer, one, entry in _linear(opt, model):
+    chosen = ((one, e, checkpoint.select(type(one), e.group, e.p, e.name)[2]) for one, e, _ in opt._matched())
+    known = {id(entry.p): (one, entry) for one, entry, variant in chosen if variant.views}
+    for name, layer in model.named_modules():
+        if type(layer) not in (nn.Linear, ViewedLinear) or id(layer.weight) not in known:
+            continue
+        (one, entry), label = known[id(layer.weight)], f"{name}.weight".removeprefix(".")
         if sharding.is_sharded(entry.p):
             raise ValueError(f"{owner}: a rank has a part of {label}, and layers take all: gather opt.views(p)")
         found = of(one, entry)
@@ -123,14 +118,3 @@ def use(opt: Any, model: nn.Module, view: str) -> ViewHandle:
             f'plan has to say views=("{view}",), and the model must be the one whose parameters it was given'
         )
     return ViewHandle(layers)
-
-
-def _linear(opt: Any, model: nn.Module) -> Iterator[tuple[str, Any, Any, Entry]]:
-    """Yield the name of the weight, the layer, the optimizer and the entry of each linear layer with views."""
-    known = {id(entry.p): (one, entry) for one, entry, _ in opt._matched()}
-    for name, layer in model.named_modules():
-        if type(layer) not in (nn.Linear, ViewedLinear) or id(layer.weight) not in known:
-            continue
-        one, entry = known[id(layer.weight)]
-        if checkpoint.select(type(one), entry.group, entry.p, entry.name)[2].views:
-            yield f"{name}.weight".removeprefix("."), layer, one, entry

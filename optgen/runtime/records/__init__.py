@@ -296,7 +296,7 @@ class Field:
     width   bits of a packed code, which are the bytes of eight: byte j holds those of neighbours, the first in its
             lowest bits; 1 of all else
     space   "elem", or where there are few values: "row" (..., rows, 1), "col" (..., 1, columns), "mat" (..., 1, 1) of
-            the last two dimensions, "tensor" ()
+            the last two dimensions, "tensor" (); "transposed" of a view: as "elem" of the transposed parameter
     matrix  the two dimensions that these are (layout.matrix_shape)
     shared  True for a part of a state with a value for each element that has fewer entries
     nonneg  True if none of its floats is negative; of a state's first field: if no value of the state is
@@ -430,7 +430,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class View:
-    """A further encoding of the new weight that the sweep makes which stores it, and that no step reads.
+    """A further encoding of the new weight, made when it is stored, and that no step reads.
 
     name    also that of its codec in the plan's module ("mxfp8_rows")
     size    elements of a row that share a scale (32)
@@ -446,6 +446,11 @@ class View:
     def scaled(self) -> bool:
         """True if the tensor has a scale."""
         return self.fields[-1].space == "tensor"
+
+    @property
+    def transposed(self) -> bool:
+        """True if it encodes the transposed weight, after the sweep that stores this; else that sweep makes it."""
+        return self.fields[0].space == "transposed"
 
     def in_blocks(self, block: int) -> View:
         """Return the view beside values in storage blocks of so many elements, each of which holds some of its own."""
@@ -606,6 +611,11 @@ class Variant:
         return ("p", "g", *self.names, *(f.name for f in self.shown), *(t.name for t in self.temps))
 
     @cached_property
+    def swept(self) -> tuple[View, ...]:
+        """The views that the sweep makes which stores the weight."""
+        return tuple(view for view in self.views if not view.transposed)
+
+    @cached_property
     def shown(self) -> tuple[Field, ...]:
         """The tensors of its views, in order."""
         return tuple(f for view in self.views for f in view.fields)
@@ -687,7 +697,7 @@ class Variant:
 
     def block_of(self, owners: Collection[str], shown: bool) -> int:
         """Return the elements of a storage block of these values, and of views if they are `shown`."""
-        fields = [f for f in self.fields if f.owner in owners] + [*self.shown] * shown
+        fields = [f for f in self.fields if f.owner in owners] + [f for v in self.swept for f in v.fields] * shown
         block = max((f.per for f in fields if f.per != EIGHT), default=1)
         return block if block > 1 or all(f.per != EIGHT for f in fields) else PACK
 

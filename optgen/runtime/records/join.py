@@ -351,7 +351,7 @@ def joined(
 def _views(views: tuple[View, ...], fields: Iterable[Field]) -> tuple[View, ...]:
     """Return views in the storage blocks of these fields, or in blocks of their own where nothing is in blocks."""
     blocks = {f.per for f in fields if f.per not in (1, EIGHT)} or {view.size for view in views}
-    return tuple(view.in_blocks(max(blocks)) for view in views)
+    return tuple(view if view.transposed else view.in_blocks(max(blocks)) for view in views)
 
 
 def _matrix(rule: RuleRecord, formats: Mapping[str, FormatRecord]) -> Matrix:

@@ -262,6 +262,12 @@ def views_of(
     kept  name -> tensor, of the scales of tensors
     """
     for view in variant.views:
+        if view.transposed:
+            if kept[view.fields[0].name].numel():
+                turned = b.flat(weight).to(torch.float32).t()
+                made = codecs[view.name].nearest(turned.reshape(len(turned), -1, view.size), None, False)
+                yield from ((f.name, x.reshape(len(turned), -1)) for f, x in zip(view.fields, made, strict=True))
+            continue
         live = None if b.live is None else b.live.expand(weight.shape).reshape(b.rows, -1, view.size)
         blocks = weight.to(torch.float32).reshape(b.rows, -1, view.size)
         blocks = blocks / kept[view.fields[-1].name] if view.scaled else blocks

@@ -23,7 +23,9 @@ NEVER = -1
 
 TYPES: dict[str, tuple[torch.dtype, int, torch.dtype]] = {
     "mxfp8_rows": (torch.float8_e4m3fn, 32, torch.float8_e8m0fnu),
+    "mxfp8_columns": (torch.float8_e4m3fn, 32, torch.float8_e8m0fnu),
     "fp8": (torch.float8_e4m3fn, 0, torch.float32),
+    "fp8_e5m2": (torch.float8_e5m2, 0, torch.float32),
     "nvfp4": (torch.float4_e2m1fn_x2, 16, torch.float8_e4m3fn),
 }
 """Name of a view -> torch's type of codes, neighbours of a row that share a scale (0: all do), type of scales."""
@@ -32,8 +34,8 @@ TYPES: dict[str, tuple[torch.dtype, int, torch.dtype]] = {
 class ViewTensors(NamedTuple):
     """A view in torch's own types (`TYPES`), in the memory that each step writes.
 
-    codes   of the parameter's shape; of NVFP4 two neighbours of a row are one
-    scales  of the neighbours of a row that share one, or of the tensor
+    codes   of the parameter's shape, or transposed ("mxfp8_columns"); of NVFP4 two neighbours of a row are one
+    scales  of the neighbours of a row of the codes that share one, or of the tensor
     tensor  of NVFP4, the scale of the tensor, by which those of neighbours are multiplied
     """
 
@@ -42,7 +44,7 @@ class ViewTensors(NamedTuple):
     tensor: Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the weight as the view has it: code times scale."""
+        """Return the weight as the view has it: code times scale, in the shape of the codes."""
         if self.codes.dtype is torch.float4_e2m1fn_x2:
             pairs = self.codes.view(torch.uint8)
             table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=pairs.device)
@@ -74,10 +76,15 @@ def is_fresh(found: Kept | None, p: Tensor) -> bool:
 def problem(p: Any, variant: Variant) -> str:
     """Return why ranks cannot make views of their parts of a parameter, and what to do; "" where they can."""
     if sharding.is_sharded(p):
-        if any(cut is not None and cut[0] for cut in sharding.layout_of(p).cuts):
+        of = sharding.layout_of(p)
+        if any(cut is not None and cut[0] for cut in of.cuts):
             return "it is cut along another dimension than the first (shard it along dimension 0)"
         if any(view.scaled for view in variant.views):
             return "a rank has a part of the tensor that a view's scale is for (mxfp8_rows has none)"
+        if p.ndim == 2 and not p.shape[0] % layout.VIEW_ROWS and any(view.transposed for view in variant.views):
+            blocks, ends = p.shape[0] // layout.VIEW_ROWS, (end for at in of.coordinates() for end in of.at(at)[0])
+            if any(end % layout.VIEW_ROWS for end in ends):
+                return f"ranks have parts of blocks of 32 rows (shard it over a number of ranks that divides {blocks})"
     return ""
 
 
@@ -149,8 +156,9 @@ def rescale(variant: Variant, params: Sequence[Tensor]) -> None:
 
 def shown(p: Tensor, name: str) -> ViewTensors:
     """Return a view of a parameter in torch's types; of a DTensor, of the rows on this rank."""
-    view, shape, (codes, size, scales) = kept(p)[name], sharding.local(p).shape, TYPES[name]
+    view, (codes, size, scales) = kept(p)[name], TYPES[name]
     found = view[f"{name}_codes"].view(torch.uint8).view(codes)
+    shape = found.shape if name == "mxfp8_columns" else sharding.local(p).shape
     if not size:
         return ViewTensors(found, view[f"{name}_tensor"])
     rows, columns = layout.grid(shape)
