@@ -464,7 +464,7 @@ def moved(sweep: Any) -> tuple[float, float]:
         return sweep.dtype(i).primitive_bitwidth / elements if elements else 0.0
 
     loaded = {i for x in sweep.values[: sweep.taken] for i in x.fields}
-    stored = {i for k, _ in sweep.stores for i in sweep.values[k].stores}
+    stored = {i for k, _ in sweep.stores for i in sweep.values[k].stores} | {i for x in sweep.views for i in x.stores}
     bits = sum(map(size, loaded))
     return (bits + sum(map(size, stored))) / 8, bits + 32 * sum(sweep.kind(i) == "col" for i in loaded)
 

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import optgen
 import specs.plans
+from optgen.formats import fp8
 from optgen.formats.views import VIEWS
+from optgen.lang.values import bits
+from tools import roofline
 from tools.bench.race import Race, run_races
 
 SIZE, COUNT = 2048, 4
+
+CARDS = {"sm_90": roofline.CARDS["H200"], "sm_100": roofline.Card(148, 1.85e9, 7.17e12)}
+"""Devices of the model: an H200, and a B200 with rates of an H200's processor, of which nothing was measured."""
 
 
 def quantizers() -> Mapping[str, Callable[[Tensor], object]]:
@@ -56,19 +64,53 @@ def races(asked: argparse.Namespace) -> Iterator[Race]:
         yield Race(f"{view}, {COUNT * SIZE**2:,} parameters", runs)
 
 
-def instructions(targets: Sequence[str]) -> None:
-    """Print the instructions of a step's kernel per parameter, and registers."""
+def jobs(view: str, name: str) -> Iterator[Any]:
+    """Yield the kernels of a step with a view, or with none: the sweep, and that of columns."""
+    from optgen.driver import triton_text
+    from optgen.runtime.gpu.codecs import ACROSS, ROWS, encode_columns
     from tools import kernel_stats
 
-    for view in ("", *VIEWS):
-        name = f"with_{view}" if view else "int8_split24"
-        if view:
-            plan = specs.plans.int8_split24.but("With a view of the weight.", views=(view,), name=name)
-            setattr(specs.plans, name, plan)
-        job = next(iter(kernel_stats.of_one_sweep("adamw", name, "bfloat16")))
-        for target in targets:
-            found = kernel_stats.count(job, target)
-            print(f"{name:<16} {target:<8} {found.per_element:.1f} per parameter, {found.registers} registers")
+    plan = specs.plans.int8_split24.but("With a view of the weight.", views=(view,) if view else (), name=name)
+    setattr(specs.plans, name, plan)
+    yield next(x for x in kernel_stats.of_one_sweep("adamw", name, "bfloat16") if "sm_90" in x.targets)
+    if view == "mxfp8_columns":
+        spec, _ = kernel_stats.named("adamw", name)
+        _, module = triton_text.joined(spec, plan, "fast", kernel_stats._module)
+        constants = {**module.CONSTANTS["adamw_bfloat16_columns"], "ALIGNED": True}
+        given, grain = {"table": "*i64", "work": "*i32"}, (ROWS.value, ACROSS.value)
+        how: dict[str, Any] = dict(aligned=tuple(given), bytes=2 + VIEWS[view].bytes_per_param, grain=grain)
+        yield kernel_stats.Job(name, encode_columns, given, constants, grain[0] * grain[1], **how)
+
+
+def modelled(view: str, name: str, target: str) -> tuple[float, float, float]:
+    """Return instructions and bytes per parameter of a step with a view, and the bytes that a copy moves meanwhile."""
+    from tools import kernel_stats
+
+    roofline.TARGET, instructions, moved, took = target, 0.0, 0.0, 0.0
+    for job in jobs(view, name):
+        found = kernel_stats.count(job, target)
+        assert found.cost is not None
+        instructions, moved = instructions + found.per_element, moved + job.bytes
+        took += job.bytes / found.cost.share(CARDS[target], job.bytes)
+    return instructions, moved, took
+
+
+def instructions(targets: Sequence[str]) -> None:
+    """Print what the model of pipes (tools/roofline.py) says of a step with each view, and of quantizers after it that
+    memory alone limits: one kernel, or two of which the first finds the largest number."""
+    for target in targets:
+        _, _, plain = modelled("", "without", target)
+        for view in ("", *VIEWS):
+            count, moved, took = modelled(view, f"with_{view}", target)
+            written = VIEWS[view].bytes_per_param if view else 0.0
+            times = [(plain + after + written) / took for after in (2, 4)] if view else []
+            rest = "".join(f", {x:.2f}" for x in times)
+            with patch.object(fp8, "nearest", lambda kind, size: bits(size) >> 20):
+                without = modelled(view, f"cut_{view}", target)[0]
+            print(
+                f"{view:<14} {target:<7} {count:.1f} instructions, {count - without + bool(view):.1f} of a conversion; "
+                f"{moved:.2f} bytes, {moved / took:.2f} of copy; with one and two kernels after the step{rest} as long"
+            )
 
 
 def main(given: Sequence[str]) -> int:
