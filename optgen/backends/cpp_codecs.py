@@ -12,6 +12,7 @@ from optgen.backends import cpp
 from optgen.backends.codec import ROOT, UNROUNDED, CodecText, X
 from optgen.backends.cpp import STORED, CppPrinter, Phases, assigned, paired, stored, tables, type_of
 from optgen.backends.cpp_text import NAMES, reached
+from optgen.backends.idioms import magnitude
 from optgen.backends.printer import computed, with_comments
 from optgen.backends.triton_text import C
 from optgen.ir import node as ir
@@ -299,7 +300,7 @@ class _Loop:
         self.together, self.computed = plan.of_elements(self.phase)
         self.members = [(type_of(n.dtype), plan.name[n.uid], "") for n in self.together]
         for n in self.phase.reductions:
-            least = "INT32_MIN" if n.op == "block_max" else "INT32_MAX"
+            least = "INT32_MAX" if n.op == "block_min" else "0" if magnitude(n) else "INT32_MIN"
             self.members.append(("I", plan.name[n.uid], f"I({least})"))
 
     def struct(self) -> list[str]:
@@ -341,7 +342,8 @@ class _Loop:
         lines: list[tuple[str, str]] = [(x, "") for x in scalars]
         for n in phase.found:
             name = printer.names[n.uid] = plan.name[n.uid]
-            lines.append((f"const I {name} = {cpp.BLOCK_LIMITS[n.op]}({name}_kept + b);", ""))
+            above = f" + {dtypes.NAN_LAST:#x}" if n.op == "block_max" and magnitude(n) else ""
+            lines.append((f"const I {name} = {cpp.BLOCK_LIMITS[n.op]}({name}_kept + b){above};", ""))
         lines += [assigned(plan, let, printer) for let in phase.blocks]
         if self.together:
             lines.append((_set(f"Head_{self.k}", {plan.name[n.uid]: type_of(n.dtype) for n in self.together}), ""))
@@ -357,7 +359,9 @@ class _Loop:
         lines += [assigned(plan, let, printer) for let in phase.elements]
         for n in phase.reductions:
             (x,), name, better = n.args, plan.name[n.uid], "larger" if n.op == "block_max" else "smaller"
-            if x.op == "and" and n.op == "block_min":  # of numbers >= +0; a NaN of either sign is larger without one
+            if n.op == "block_max":
+                x = magnitude(n) or x
+            elif x.op == "and":  # of numbers >= +0; a NaN of either sign is larger without one
                 (x, _) = x.args
             lines.append((f"h.{name} = {better}<RAGGED>(h.{name}, {printer.text(x)}, i, end);", ""))
         roots = {s.buffer: _f(printer, s.node) for s in phase.stores if s.buffer in (ROOT, UNROUNDED)}

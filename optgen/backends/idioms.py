@@ -49,6 +49,18 @@ def lanes(node: Node) -> Idiom | None:
     return None
 
 
+def magnitude(n: Node) -> Node | None:
+    """Return x of `words.block_top` and `block_bottom`, where it is a float: of block_max(bits(x) + NAN_LAST) or
+    block_min(bits(x) & 0x7FFFFFFF).
+    """
+    op, number = ("add", dtypes.NAN_LAST) if n.op == "block_max" else ("and", 0x7FFFFFFF)
+    (pattern,) = n.args
+    if pattern.op != op or not is_const(pattern.args[1], number) or pattern.args[0].op != "bitcast":
+        return None
+    (x,) = pattern.args[0].args
+    return x.args[0] if x.op == "abs" else x
+
+
 def _cast(node: Node) -> Idiom | None:
     (x,) = node.args
     if node.dtype is dtypes.f32 and x.dtype is dtypes.bf16:

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from optgen.backends.idioms import lanes, printed
+from optgen.backends.idioms import lanes, magnitude, printed
 from optgen.backends.printer import ATOM, COMMON, Printer, Spelling, Text, function, number
 from optgen.ir import node as ir
-from optgen.ir.node import Node, is_const, postorder
+from optgen.ir.node import Node, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule
 from optgen.ir.ranges import Interval, Intervals
 from optgen.ops import spaces
-from optgen.ops.dtypes import NAN_LAST, DType
+from optgen.ops.dtypes import DType
 
 _TL: Mapping[str, str] = {
     "f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32", "i16": "int16", "i8": "int8",
@@ -187,18 +187,6 @@ def _rcp(p: TritonPrinter, n: Node) -> Text:
             return f"tl.rsqrt({p.text(b.args[0])})", ATOM
         return f"reciprocal({p.text(b)})", ATOM
     return f"1.0 / {p.text(b, 21)}", 20
-
-
-def magnitude(n: Node) -> Node | None:
-    """x of `words.block_top` and `block_bottom`, where it is a float: block_max(bits(x) + NAN_LAST), block_min(bits(x)
-    & 0x7FFFFFFF).
-    """
-    op, number = ("add", NAN_LAST) if n.op == "block_max" else ("and", 0x7FFFFFFF)
-    (pattern,) = n.args
-    if pattern.op != op or not is_const(pattern.args[1], number) or pattern.args[0].op != "bitcast":
-        return None
-    (x,) = pattern.args[0].args
-    return x.args[0] if x.op == "abs" else x
 
 
 def _block_limit(p: TritonPrinter, n: Node) -> Text:

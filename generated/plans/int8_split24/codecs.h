@@ -112,15 +112,15 @@ struct signed_stochastic : signed_fields {
     using signed_fields::signed_fields;
     using Codec::blocks, Codec::head, Codec::tail;
     struct Head_0 { I largest_of_block; };
-    Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
+    Head_0 head(Loop<0>, int b) const { return {I(0)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F x_abs = abs(x);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs) + 0x7fffff, i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, x, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const I largest_of_block = largest(largest_of_block_kept + b);
+        const I largest_of_block = largest(largest_of_block_kept + b) + 0x7fffff;
         const I top = max(I(0x7fffff), largest_of_block) - 0x7fffff;
         const I up = max(I(0x4800000), top) + 32767;
         const I up_2 = where(top < 0x7f800000, up, I(0x7fc00000));
@@ -146,15 +146,15 @@ struct signed_nearest : signed_fields {
     using signed_fields::signed_fields;
     using Codec::blocks, Codec::head, Codec::tail;
     struct Head_0 { I largest_of_block; };
-    Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN)}; }
+    Head_0 head(Loop<0>, int b) const { return {I(0)}; }
     void tail(Loop<0>, const Head_0 &h, int b) { largest_of_block_kept[b] = h.largest_of_block; }
     template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const F x_abs = abs(x);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, bits(x_abs) + 0x7fffff, i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, x, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const I largest_of_block = largest(largest_of_block_kept + b);
+        const I largest_of_block = largest(largest_of_block_kept + b) + 0x7fffff;
         const I top = max(I(0x7fffff), largest_of_block) - 0x7fffff;
         const I up = max(I(0x4800000), top) + 32767;
         const I up_2 = where(top < 0x7f800000, up, I(0x7fc00000));
@@ -215,18 +215,18 @@ struct nonneg_stochastic : nonneg_fields {
     using nonneg_fields::nonneg_fields;
     using Codec::blocks, Codec::head, Codec::tail;
     struct Head_0 { I largest_of_block, smallest_of_block; };
-    Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN), I(INT32_MAX)}; }
+    Head_0 head(Loop<0>, int b) const { return {I(0), I(INT32_MAX)}; }
     void tail(Loop<0>, const Head_0 &h, int b) {
         largest_of_block_kept[b] = h.largest_of_block; smallest_of_block_kept[b] = h.smallest_of_block;
     }
     template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const I pattern = bits(x);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern + 0x7fffff, i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, x, i, end);
         h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const I largest_of_block = largest(largest_of_block_kept + b);
+        const I largest_of_block = largest(largest_of_block_kept + b) + 0x7fffff;
         const I smallest_of_block = smallest(smallest_of_block_kept + b);
         const I pattern_add = max(I(0x7fffff), largest_of_block) - 0x7fffff;
         const M pattern_eq = pattern_add == 0x7f800000;
@@ -272,18 +272,18 @@ struct nonneg_nearest : nonneg_fields {
     using nonneg_fields::nonneg_fields;
     using Codec::blocks, Codec::head, Codec::tail;
     struct Head_0 { I largest_of_block, smallest_of_block; };
-    Head_0 head(Loop<0>, int b) const { return {I(INT32_MIN), I(INT32_MAX)}; }
+    Head_0 head(Loop<0>, int b) const { return {I(0), I(INT32_MAX)}; }
     void tail(Loop<0>, const Head_0 &h, int b) {
         largest_of_block_kept[b] = h.largest_of_block; smallest_of_block_kept[b] = h.smallest_of_block;
     }
     template <bool RAGGED, int VALUE, class N> auto encode(Loop<0>, Head_0 &h, int i, int end, F x, const N &noise) {
         const I pattern = bits(x);
-        h.largest_of_block = larger<RAGGED>(h.largest_of_block, pattern + 0x7fffff, i, end);
+        h.largest_of_block = larger<RAGGED>(h.largest_of_block, x, i, end);
         h.smallest_of_block = smaller<RAGGED>(h.smallest_of_block, pattern, i, end);
         return x;
     }
     void blocks(Loop<1>, int b) {
-        const I largest_of_block = largest(largest_of_block_kept + b);
+        const I largest_of_block = largest(largest_of_block_kept + b) + 0x7fffff;
         const I smallest_of_block = smallest(smallest_of_block_kept + b);
         const I pattern_add = max(I(0x7fffff), largest_of_block) - 0x7fffff;
         const M pattern_eq = pattern_add == 0x7f800000;

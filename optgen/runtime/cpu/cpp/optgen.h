@@ -103,6 +103,12 @@ template <bool RAGGED> inline I larger(I most, I x, int i, int end) {
         x = where(iota(i) < I(end), x, I(INT32_MIN));
     return max(most, x);
 }
+// Of |x|, compared as a float: a limit leaves out NaN.
+template <bool RAGGED> inline I larger(I most, F x, int i, int end) {
+    if (RAGGED && i + W > end)
+        x = where(iota(i) < I(end), x, F(0.0f));
+    return bits(at_least(abs(x), as_float(most)));
+}
 template <bool RAGGED> inline I smaller(I least, I x, int i, int end) {
     if (RAGGED && i + W > end)
         x = where(iota(i) < I(end), x, I(INT32_MAX));
