@@ -31,6 +31,7 @@ def matrices(shape: torch.Size) -> tuple[int, int, int]:
     return math.prod(shape[:-2]), shape[-2], shape[-1]
 
 
+@functools.lru_cache(maxsize=4096)
 def entries(space: str, shape: torch.Size, wide: bool = False) -> int:
     """fp32 values of a small space in a tensor of that shape; of one bf16 value per element, as many as hold them."""
     if space == "elem":
@@ -133,12 +134,16 @@ class Workspace:
     dense: Tensor | None = None
     numbers: tuple[Tensor, ...] = ()
 
-    def value(self, temp: Temp, at: int, shape: torch.Size) -> Tensor:
-        """Return the values of a temp, from a position in `memory` on, of a tensor of that shape."""
-        found = self.memory[at : at + entries(temp.space, shape, temp.wide)]
-        if temp.space == "elem":
-            return (found if temp.wide else found.view(torch.bfloat16)[: shape.numel()]).view(shape)
-        return found.view(few_shape(temp.space, shape))
+    def values(self, temp: Temp, offsets: Sequence[int], shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """Return the values of a temp of tensors of those shapes, from these positions in `memory` on."""
+        out = []
+        for at, shape in zip(offsets, shapes, strict=True):
+            found = self.memory[at : at + entries(temp.space, shape, temp.wide)]
+            if temp.space == "elem":
+                out.append((found if temp.wide else found.view(torch.bfloat16)[: shape.numel()]).view(shape))
+            else:
+                out.append(found.view(few_shape(temp.space, shape)))
+        return out
 
 
 def make(

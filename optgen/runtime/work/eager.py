@@ -45,5 +45,5 @@ def _tensors(bucket: Bucket, i: int, room: Workspace) -> Tensors:
         place=None if bucket.places is None else bucket.places[i][:3],
         stream=bucket.streams[i],
     )
-    x.temps = {t.name: room.value(t, at[i], shape) for t, at in zip(variant.temps, room.offsets, strict=False)}
+    x.temps = {t.name: room.values(t, [at[i]], [shape])[0] for t, at in zip(variant.temps, room.offsets, strict=False)}
     return x

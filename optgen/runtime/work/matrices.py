@@ -45,7 +45,7 @@ read and stored."""
 
 
 @functools.lru_cache(maxsize=4096)
-def _replaceable(variant: Variant) -> Mapping[str, Stage]:
+def replaceable(variant: Variant) -> Mapping[str, Stage]:
     """Return the sweeps in whose place functions of matrices can read gradients, or add the last product of a step to
     fp32 weights, by the temp that each stores or adds."""
     found, temps = dict[str, Stage](), {t.name for t in variant.temps}
@@ -60,7 +60,7 @@ def _replaceable(variant: Variant) -> Mapping[str, Stage]:
 
 
 def direct(bucket: Bucket, scalars: HostScalars | Control) -> dict[str, Stage]:
-    """Return the sweeps that a step of C++ kernels leaves to functions of matrices, as `_replaceable` does.
+    """Return the sweeps that a step of C++ kernels leaves to functions of matrices, as `replaceable` does.
 
     Gradients are copied where they are scaled.  Several ranks make all sweeps, and so does a step under
     torch.use_deterministic_algorithms, which has the same bits on any number of them.
@@ -70,26 +70,28 @@ def direct(bucket: Bucket, scalars: HostScalars | Control) -> dict[str, Stage]:
     plain, lines = bucket.grad_dtype is torch.float32, range(len(bucket.lines))
     return {
         name: s
-        for name, s in _replaceable(bucket.variant).items()
+        for name, s in replaceable(bucket.variant).items()
         if len(s.linear) == 2 or (plain and all(scalars.rounded(k, *s.linear) == 1 for k in lines))
     }
 
 
 def work(
-    bucket: Bucket, room: Workspace, stage: Stage, scalars: HostScalars | Control, kept: workers.Kept
-) -> Generator[Exchange, Tensor | None, Exception | None]:
+    bucket: Bucket, room: Workspace, stage: Stage, scalars: HostScalars | Control, kept: workers.Kept,
+    direct: Mapping[str, Stage],
+) -> Generator[Exchange, Tensor | None, Exception | None]:  # fmt: skip
     """Call the function of a stage for every matrix, and keep what it returns: temps, and states in place.
 
     States in 8 bits are decoded before and encoded after it; what a step leaves as it is, no stage stores.
 
-    kept   what this rank has as a worker from earlier functions of the step
+    kept     what this rank has as a worker from earlier functions of the step
+    direct   the sweeps that it replaces
     Of a tensor that lies over several ranks each matrix is worked on by one of them; returns its error.
     """
-    variant, live, function = bucket.variant, bucket.live, _Function(bucket, stage, scalars)
+    variant, live, function = bucket.variant, bucket.live, _Function(bucket, stage, scalars, direct)
     values = function.values
     shapes = [layout.matrix_shape(variant.matrix, bucket.params[i].shape) for i in live]
     columns = {name: _column(bucket, room, name, live, shapes) for name in dict.fromkeys(values.names)}
-    for name in function.direct.keys() & columns.keys():
+    for name in direct.keys() & columns.keys():
         some = bucket.params if name in stage.stores else bucket.grads
         columns[name] = [some[i].detach().view(shape) for i, shape in zip(live, shapes, strict=True)]
     own: list[tuple[int, int, torch.Size, list[Tensor]]] = []
@@ -173,8 +175,10 @@ class _Function:
     at_once        bytes of matrices in one batch, in fp32 or, in place, in bf16
     """
 
-    def __init__(self, bucket: Bucket, stage: Stage, scalars: HostScalars | Control) -> None:
-        self.scalars, self.direct = scalars, direct(bucket, scalars)
+    def __init__(
+        self, bucket: Bucket, stage: Stage, scalars: HostScalars | Control, direct: Mapping[str, Stage]
+    ) -> None:
+        self.scalars, self.direct = scalars, direct
         self.bucket, self.stage, self.values = bucket, stage, _values(bucket.variant, stage)
         self.in_place, self.eager, self.at_once = stage.space == "call", bucket.variant.eager, bucket.workspace // 2
         self.takes, self.makes, self.drawn = stage.reads, stage.stores, False
@@ -237,19 +241,22 @@ class _Function:
         for x in some[:count]:
             stacked.append(x[0] if len(x) == 1 else torch.stack(x))
         fields, streams = dict(zip(names[:reads], stacked, strict=False)), stacked[-1]
-        sizes = zip(self.stage.extents, extents, strict=True)
-        last = [streams if x == "stream" else float(size) for x, size in sizes]
-        try:
-            with Noting(self.bucket, numbers):
-                taken = map(self._decoded, self.takes, itertools.repeat(fields))
-                made = self.function(*taken, *scalars, *last)
-        except LinAlgError as error:
-            bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
-            raise failure(error, self.bucket, bad or numbers) from error
-        results = zip(self.makes, [made] if len(self.makes) == 1 else made, strict=True)
         memory = dict(zip(names[reads:], some[count:], strict=True))
-        computed = {name: self._computed(name, x, numbers, memory.get(name, ())) for name, x in results}
-        self._encode(computed, fields, streams, key)
+        if self.in_place:
+            fields[self.makes[0]] = self.function(*stacked, *scalars)
+        else:
+            sizes = zip(self.stage.extents, extents, strict=True)
+            last = [streams if x == "stream" else float(size) for x, size in sizes]
+            try:
+                with Noting(self.bucket, numbers):
+                    taken = map(self._decoded, self.takes, itertools.repeat(fields))
+                    made = self.function(*taken, *scalars, *last)
+            except LinAlgError as error:
+                bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
+                raise failure(error, self.bucket, bad or numbers) from error
+            results = zip(self.makes, [made] if len(self.makes) == 1 else made, strict=True)
+            computed = {name: self._computed(name, x, numbers, memory.get(name, ())) for name, x in results}
+            self._encode(computed, fields, streams, key)
         for name, kept in memory.items():
             if fields[name].data_ptr() != kept[0].data_ptr():
                 torch._foreach_copy_(list(kept), fields[name].unbind() if len(kept) > 1 else [fields[name]])
@@ -349,11 +356,11 @@ def _column(
     if name not in names:
         kept = [bucket.states[i][name] for i in live]
         return [x if x.ndim else x.expand(*shape[:-2], 1, 1) for x, shape in zip(kept, shapes, strict=True)]
-    k, found = names.index(name), list[Tensor]()
+    k = names.index(name)
     temp, column = bucket.variant.temps[k], room.offsets[k]
-    for at, shape in zip(column if len(column) == len(live) else [column[i] for i in live], shapes, strict=True):
-        value = room.value(temp, at, shape)
-        found.append(value.view(1, 1).expand(*shape[:-2], 1, 1) if temp.space in WHOLE else value)  # for every matrix
+    found = room.values(temp, column if len(column) == len(live) else [column[i] for i in live], shapes)
+    if temp.space in WHOLE:  # for every matrix
+        return [x.view(1, 1).expand(*shape[:-2], 1, 1) for x, shape in zip(found, shapes, strict=True)]
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from torch import Tensor
@@ -109,13 +110,13 @@ def drive(
     variant, failure = bucket.variant, None
     position = {t.name: k for k, t in enumerate(variant.temps)}
     kept: workers.Kept = {}
-    without = frozenset(sweep.kernel for sweep in matrices.direct(bucket, scalars).values())
-    for part in parts(variant, bucket.cut, without):
+    direct = matrices.direct(bucket, scalars) if matrices.replaceable(variant) else {}
+    for part in parts(variant, bucket.cut, frozenset(map(attrgetter("kernel"), direct.values()))):
         if part.kind == "kernels":
             kernels(part.begin, part.end)
         elif part.kind == "call":
             assert part.stage is not None
-            error = yield from matrices.work(bucket, room, part.stage, scalars, kept)
+            error = yield from matrices.work(bucket, room, part.stage, scalars, kept, direct)
             failure = failure or error
         elif part.kind == "ranks":
             yield messages.Exchange(sums=_over_ranks(bucket, room, part.temps))
