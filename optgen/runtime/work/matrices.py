@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Generator, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -235,8 +235,7 @@ class _Function:
     ) -> None:  # fmt: skip
         """Write the results for matrices of one shape and line of `given`."""
         names, reads = self.values.names, self.values.reads
-        numbers, values = zip(*batch, strict=True)
-        some = list(zip(*values, strict=True))
+        some = list(zip(*map(itemgetter(1), batch), strict=True))
         count, stacked = reads + self.drawn, []
         for x in some[:count]:
             stacked.append(x[0] if len(x) == 1 else torch.stack(x))
@@ -245,21 +244,30 @@ class _Function:
         if self.in_place:
             fields[self.makes[0]] = self.function(*stacked, *scalars)
         else:
-            sizes = zip(self.stage.extents, extents, strict=True)
-            last = [streams if x == "stream" else float(size) for x, size in sizes]
-            try:
-                with Noting(self.bucket, numbers):
-                    taken = map(self._decoded, self.takes, itertools.repeat(fields))
-                    made = self.function(*taken, *scalars, *last)
-            except LinAlgError as error:
-                bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
-                raise failure(error, self.bucket, bad or numbers) from error
-            results = zip(self.makes, [made] if len(self.makes) == 1 else made, strict=True)
-            computed = {name: self._computed(name, x, numbers, memory.get(name, ())) for name, x in results}
-            self._encode(computed, fields, streams, key)
+            self._compute(batch, fields, memory, streams, extents, scalars, key)
         for name, kept in memory.items():
             if fields[name].data_ptr() != kept[0].data_ptr():
                 torch._foreach_copy_(list(kept), fields[name].unbind() if len(kept) > 1 else [fields[name]])
+
+    def _compute(
+        self, batch: Sequence[tuple[int, tuple[Tensor, ...]]], fields: dict[str, Tensor],
+        memory: Mapping[str, Sequence[Tensor]], streams: Tensor, extents: Sequence[int],
+        scalars: tuple[float, ...], key: int,
+    ) -> None:  # fmt: skip
+        """Put the results into `fields`, as they are stored."""
+        numbers, sizes = [i for i, _ in batch], zip(self.stage.extents, extents, strict=True)
+        last = [streams if x == "stream" else float(size) for x, size in sizes]
+        try:
+            with Noting(self.bucket, numbers):
+                taken = map(self._decoded, self.takes, itertools.repeat(fields))
+                made = self.function(*taken, *scalars, *last)
+        except LinAlgError as error:
+            count = self.values.reads + self.drawn
+            bad = [i for i, x in batch if not all(y.isfinite().all() for y in x[:count])]
+            raise failure(error, self.bucket, bad or numbers) from error
+        results = zip(self.makes, [made] if len(self.makes) == 1 else made, strict=True)
+        computed = {name: self._computed(name, x, numbers, memory.get(name, ())) for name, x in results}
+        self._encode(computed, fields, streams, key)
 
     def _computed(
         self, name: str, x: Tensor | functions.Product, numbers: Sequence[int], memory: Sequence[Tensor]
