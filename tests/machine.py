@@ -37,6 +37,7 @@ import optgen
 from optgen.by_name import class_of
 from optgen.runtime.modes import offload
 from optgen.runtime.states.state import TRAINED
+from specs import plans
 from tests.harness import make_step
 from tests.test_matrix_values import by_matrix
 from tests.training import bits, through_file
@@ -44,6 +45,8 @@ from tests.training import bits, through_file
 SEVERAL: dict[str, Any] = {"^m": {"rule": "muon", "lr": 0.02}, "^v": "lion", "*": "adamw"}
 SUMS = {"prodigy", "dadapt_adam", "clipped(adamw)"}  # over the model
 SHAPES = {"m0": (66, 63), "m1": (7, 5), "v0": (9,), "v1": (9,), "s0": (), "x0": (3, 4, 6)}  # the first has codes
+VIEWED = plans.int8_split24.but("With views.", name="viewed", views=("mxfp8_rows", "mxfp8_columns", "fp8"))
+LONG = {"m0": (64, 96), "m1": (7, 5), "v0": (9,), "s0": (), "x0": (3, 4, 6)}  # for views, of the first alone
 SMALL = {"m0": (6, 5), "v0": (9,), "x0": (2, 3)}  # for kernels in Triton's interpreter
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "lr": (0.0, 1e-3, 0.0125), "weight_decay": (0.0, 0.25), "betas": ((0.75, 0.9), (0.9, 0.999)),
@@ -79,6 +82,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor], object]] = {  # how a value gets into
     "copy_": Tensor.copy_,
     "copy_ of fp64": lambda p, value: p.copy_(value.double()),
     "data": lambda p, value: setattr(p, "data", value.clone()),
+    "data twice": lambda p, value: [setattr(p, "data", value.clone()) for _ in range(2)],
     "data.copy_": lambda p, value: p.data.copy_(value),
     "a view": lambda p, x: setattr(p, "data", torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape)),
 }
@@ -168,8 +172,18 @@ class Run:
 
 
 @cache
-def rule_class(name: str) -> Any:
-    return class_of(by_matrix if name == "by_matrix" else name)
+def rule_class(name: str, plan: str = "") -> Any:
+    return class_of(by_matrix if name == "by_matrix" else name, *[VIEWED] * (plan == VIEWED.name))
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """Return what MXFP8 makes of the rows of a finite weight: by fp64 and torch's cast."""
+    of_blocks = weight.double().reshape(weight.shape[0], -1, 32)
+    fraction, exponent = torch.frexp(of_blocks.abs().amax(-1, keepdim=True) / 448)
+    exponent -= (fraction == 0.5).int()
+    scale = torch.exp2(exponent.clamp(-126).double())
+    codes = (of_blocks / scale).float().to(torch.float8_e4m3fn)
+    return torch.where((fraction == 0) | (exponent < -126), 0.0, codes.double() * scale).view(weight.shape)
 
 
 def plain(value: Any) -> Any:
@@ -278,10 +292,11 @@ class Machine(RuleBasedStateMachine):
     def start(self, cell: Cell, seed: int) -> None:
         """Make both of a cell; a replay begins with it."""
         self.cell, self.seed = cell, seed
-        self.cls = None if cell.rule == "several" else rule_class(cell.rule)
+        self.cls = None if cell.rule == "several" else rule_class(cell.rule, cell.plan)
         self.two, self.inputs = hasattr(self.cls, "first_step"), getattr(self.cls, "INPUTS", ())
         self.known = inspect.signature(self.cls or optgen.optim.AdamW).parameters
-        given = SMALL if cell.backend == "triton" else SHAPES
+        self.viewed = cell.plan == VIEWED.name
+        given = SMALL if cell.backend == "triton" else LONG if self.viewed else SHAPES
         shapes = {name: s for name, s in given.items() if len(s) > 1 or cell.rule != "by_matrix"}
         second = {"lr": 0.025, "weight_decay": 0.25, "adamw": bool(seed % 2)}
         self.groups: list[dict[str, Any]] = [
@@ -322,8 +337,8 @@ class Machine(RuleBasedStateMachine):
         named = self.cell.named or self.cls is None
         return {**given, "params": [(name, model[name]) if named else model[name] for name in given["params"]]}
 
-    def check(self) -> None:
-        """Assert that both hold the same bits, and finite numbers."""
+    def check(self, stepped: Mapping[str, Tensor] | None = None) -> None:
+        """Assert that both hold the same bits, and finite numbers; `stepped`: what a step has just updated."""
         mine, theirs = self.subject.holds(), self.twin.holds()
         assert mine.keys() == theirs.keys()
         for name, a in mine.items():
@@ -332,6 +347,20 @@ class Machine(RuleBasedStateMachine):
         for name, p, _ in self.twin.entries():
             tensors = [p, *(x for x in self.twin.state(p).values() if isinstance(x, Tensor))]
             assert all(bool(x.isfinite().all()) for x in tensors if x.is_floating_point()), f"{name} is not finite"
+        self.check_views(stepped or {})
+
+    def check_views(self, stepped: Mapping[str, Tensor]) -> None:
+        """Assert that layers which compute with views see the weight, at once where a step has made them."""
+        for run in (self.subject, self.twin) if self.viewed and "m0" not in self.frozen else ():
+            p = run.model["m0"]
+            if "m0" not in stepped:
+                run.opt.views(p)
+            shown = {view: torch.ops.optgen.viewed(p, view, "m0") for view in VIEWED.views}
+            scale = run.opt.views(p)["fp8"].scales
+            codes = (p.detach().float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            along = {"mxfp8_rows": rounded(p.detach()), "mxfp8_columns": rounded(p.detach().t()).t()}
+            for view, want in {**along, "fp8": codes.float() * scale}.items():
+                assert torch.equal(shown[view], want.to(p.dtype)), f"{view} is not that of the weight"
 
     def refuses(self, action: Callable[[], Any], words: str | None = None) -> None:
         """Assert that something is refused, in these words, and changes nothing."""
@@ -385,7 +414,7 @@ class Machine(RuleBasedStateMachine):
             self.mirror()
         for run in (self.subject, self.twin):
             run.opt.zero_grad()
-        self.check()
+        self.check(*found[-1:])
 
     @operation(trains, seed=seeds, form=st.sampled_from(sorted(LAYOUTS)), lacking=masks, closure=st.booleans())
     def step(self, seed: int, form: str = "plain", lacking: int = 0, closure: bool = False) -> None:
@@ -513,6 +542,7 @@ class Machine(RuleBasedStateMachine):
     @operation(trains, kind=st.sampled_from([*EDITS]), way=st.sampled_from([*WAYS]), which=parameters, seed=seeds)
     def edit(self, kind: str, way: str, which: int, seed: int) -> None:
         (_, _, mine), (_, _, theirs) = self.both(which)
+        way = "copy_" if self.viewed and way == "data.copy_" else way  # which no view sees
         with torch.no_grad():
             value = EDITS[kind](theirs.detach(), torch.Generator().manual_seed(seed))
             WAYS[way](mine, value)
@@ -582,6 +612,8 @@ class Machine(RuleBasedStateMachine):
             return  # of codes it is near
         if self.two or self.cell.rule in SUMS or not self.cell.named:  # sums have the order of the parameters
             shuffled = 0
+        if way == "distributed, saved" and len({frozenset(group) for group in old.opt.param_groups}) > 1:
+            shuffled = 0  # torch asks the folder for a group's keys by its place
         new = self.made({name: torch.full_like(p, 3.0).detach() for name, p in old.model.items()}, shuffled)
         if self.kind:
             new.schedule = SCHEDULES[self.kind](new.opt)
@@ -617,7 +649,7 @@ class Machine(RuleBasedStateMachine):
             self.refuses(parts[-1].release_gradients)
         self.check()
 
-    @operation(lambda self: idle(self) and self.cell.backend == "cpp", on=st.integers(0, 15))
+    @operation(lambda self: idle(self) and self.cell.backend == "cpp" and not self.viewed, on=st.integers(0, 15))
     def offloaded(self, on: int) -> None:
         """Let the CPU stand for a device whose states are in host memory, for some groups: bit by bit."""
         for part in self.subject.parts() if on and not self.bound else ():

@@ -479,11 +479,15 @@ def test_a_stale_view_is_an_error_until_it_is_made_again() -> None:
     def move() -> None:
         m[2].weight.data = m[2].weight.detach().clone()
 
+    def move_twice() -> None:  # the second time to where it was, or near it
+        for _ in range(2):
+            move()
+
     def edit() -> None:
         with torch.no_grad():
             m[2].weight[3] *= 2
 
-    for change in (lambda: m.load_state_dict(kept), edit, move, replace):
+    for change in (lambda: m.load_state_dict(kept), edit, move, move_twice, replace):
         change()
         with pytest.raises(RuntimeError, match=r"\.weight was written to since the view mxfp8_rows .* use_views"):
             m(x)

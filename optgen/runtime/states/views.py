@@ -1,12 +1,14 @@
 """The views of parameters: further encodings that the step writes beside the weight (records.View).
 
 They hang on the Parameter, as plain tensors: they are there before its first step, are freed with it, and no state dict
-has them.  torch omits them where it deep-copies a Parameter.  Each knows the version of the weight that it was made of:
-whatever else writes to the weight moves that.
+has them.  torch omits them where it deep-copies a Parameter.  Each knows the memory and the version of the weight that
+it was made of: whatever else writes to the weight moves one of them.
 """
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +20,8 @@ from optgen.runtime.records import Variant, View
 from optgen.runtime.records.join import Pair
 
 ATTRIBUTE = "_optgen_views"
-NEVER = -1
-
+NUMBER = "_optgen_number"
+_numbers = itertools.count(secrets.randbits(62))  # of memory: a pickled view meets that of other processes
 
 TYPES: dict[str, tuple[torch.dtype, int, torch.dtype]] = {
     "mxfp8_rows": (torch.float8_e4m3fn, 32, torch.float8_e8m0fnu),
@@ -58,8 +60,8 @@ class ViewTensors(NamedTuple):
 
 
 Kept = dict[str, Any]
-"""The tensors of a view as kernels write them, by name, and the "version" and "address" of the weight that it was made
-of: plain values, which a pickled Parameter takes along."""
+"""The tensors of a view as kernels write them, by name, and what it was made of ("weight", `_value`): plain values,
+which a pickled Parameter takes along."""
 
 
 def kept(p: Tensor) -> dict[str, Kept]:
@@ -68,9 +70,18 @@ def kept(p: Tensor) -> dict[str, Kept]:
     return found
 
 
+def _value(p: Tensor) -> tuple[int, int, int]:
+    """Return what changes with a weight: its version, and the address and a number of its memory, since an address that
+    is freed may be the next one given."""
+    x = sharding.local(p)
+    memory = x.untyped_storage()
+    number: int = memory.__dict__.setdefault(NUMBER, next(_numbers))
+    return p._version, x.data_ptr(), number
+
+
 def is_fresh(found: Kept | None, p: Tensor) -> bool:
     """Return True for the view of a weight's present value."""
-    return found is not None and (found["version"], found["address"]) == (p._version, sharding.local(p).data_ptr())
+    return found is not None and found["weight"] == _value(p)
 
 
 def problem(p: Any, variant: Variant) -> str:
@@ -106,7 +117,7 @@ def room(p: Tensor, variant: Variant, x: Tensor) -> dict[str, Tensor]:
         if not fits(own.get(view.name), view, x):
             shapes = {f.name: (layout.field_shape(f, x.shape), f.torch_dtype) for f in view.fields}
             tensors = {k: torch.zeros(shape, dtype=dtype, device=x.device) for k, (shape, dtype) in shapes.items()}
-            own[view.name] = tensors | {"version": NEVER, "address": 0}
+            own[view.name] = tensors | {"weight": None}
             setattr(p, ATTRIBUTE, own)
         out |= {f.name: own[view.name][f.name] for f in view.fields}
     return out
@@ -116,7 +127,7 @@ def stamp(params: Sequence[Tensor]) -> None:
     """Note that the views of these parameters are those of their present values."""
     for p in params:
         for view in kept(p).values():
-            view["version"], view["address"] = p._version, sharding.local(p).data_ptr()
+            view["weight"] = _value(p)
 
 
 def make(plan: Pair, variant: Variant, p: Tensor) -> None:
