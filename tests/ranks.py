@@ -1,7 +1,7 @@
 """Check that parameters of several ranks are trained as if they were on one.
 
     python -m pytest -m ranks                          processes of this machine, gloo: 2, 4, 3 and 1 ranks
-    python -m tests.ranks --ranks 2 fully_sharded      one case
+    python -m tests.ranks --ranks 2 fully_sharded      one case; TRITON_INTERPRET=1 for those of Triton on a CPU
     torchrun --nproc-per-node 4 -m tests.ranks         the ranks that torchrun starts: NCCL where there are GPUs
 
 Every case prints its name when all ranks have passed it. The first failure ends the run with 1, and so does a rank
@@ -73,7 +73,7 @@ from optgen.verify.differential import Values, compare, enclose, oracle
 from optgen.verify.intervals import FAST
 from tests.harness import plan_of, spec_of, unoptimized
 from tests.interpreter import quicken
-from tests.test_low_rank import sketched
+from tests.training import sketched
 
 RANKS = (2, 4, 3, 1)
 """The others load what two ranks have saved."""
@@ -105,18 +105,37 @@ class Here:
         self.random = torch.Generator().manual_seed(SEED)
 
 
-Case = Callable[[Here], None]
-CASES: dict[str, tuple[Case, tuple[int, ...]]] = {}
+Check = Callable[[Here], None]
 
 
-def case(*worlds: int) -> Callable[[Case], Case]:
-    """A check for runs of so many ranks."""
+@dataclass(frozen=True)
+class Case:
+    """A check, the numbers of ranks that it is for, daily and others, and the backends that it is run with on CPUs."""
 
-    def add(function: Case) -> Case:
-        CASES[function.__name__] = function, worlds
-        return function
+    check: Check
+    daily: tuple[int, ...]
+    further: tuple[int, ...]
+    kernels: tuple[str, ...]
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(*daily: int, further: tuple[int, ...] = (), kernels: tuple[str, ...] = ("reference",)) -> Callable[..., Check]:
+    """Add a check to `CASES`.  In eager torch every rank steps whole matrices, which those of kernels ask not to."""
+
+    def add(check: Check) -> Check:
+        CASES[check.__name__] = Case(check, daily, further, kernels)
+        return check
 
     return add
+
+
+def chosen(world: int, of: str = "all", only: Sequence[str] = (), kernels: str = "") -> list[tuple[str, str]]:
+    """The cases for so many ranks, and the backend of each run of them: `kernels`, or else those of the case."""
+    found = [one for name, one in CASES.items() if not only or name in only]
+    found = [x for x in found if world in x.daily * (of != "further") + x.further * (of != "daily")]
+    return [(x.check.__name__, backend) for x in found for backend in ((kernels,) if kernels else x.kernels)]
 
 
 # -- two runs beside each other ---------------------------------------------------------------------------
@@ -258,7 +277,7 @@ def over_two(here: Here, *shape: int) -> list[Piece]:
     return [Piece(here.values(*shape, dtype=torch.bfloat16), here.mesh(2, 2), kind) for kind in lie]
 
 
-@case(2, 3, 4)
+@case(2, 4, further=(3,))
 def element_wise_rules(here: Here) -> None:
     """Uneven parts, ranks without rows, vectors; columns in whole blocks, or any number without blocks; replicas; all
     in one group, with meshes of two dimensions."""
@@ -296,7 +315,7 @@ def rows_under_every_plan(here: Here) -> None:
             Runs(here, optim.AdamW, pieces, plan=name).step(2)
 
 
-@case(2, 3)
+@case(2, further=(3,))
 def inputs_and_two_gradients(here: Here) -> None:
     """Inputs that every rank has whole, in the parameter's parts or replicated; SAM's norms are over all ranks."""
     mesh = here.mesh(here.world)
@@ -323,7 +342,7 @@ def inputs_and_two_gradients(here: Here) -> None:
                 torch.testing.assert_close(p.detach(), whole(q), rtol=2.0**-6, atol=2.0**-6)
 
 
-@case(2, 3)
+@case(2, further=(3,), kernels=("cpp",))
 def stacks_and_heads(here: Here) -> None:
     """Ranks have whole experts and whole heads; a head that two ranks share is refused."""
     mesh = here.mesh(here.world)
@@ -366,7 +385,7 @@ def factors(
 FACTORS = [(17, 30), (2, 60), (70, 70), (5, 16, 24), (9, 4, 3, 3), (1, 120)]
 
 
-@case(2, 3)
+@case(2, further=(3,), kernels=("cpp",))
 def matrix_states(here: Here) -> None:
     """Each rank keeps rows of the factors of a matrix, or the factors of its matrices of a stack."""
     n, mesh = here.world, here.mesh(here.world)
@@ -391,7 +410,7 @@ def matrix_states(here: Here) -> None:
         assert runs.many.state[runs.parts[2]][key].to_local().shape[0] <= -(-70 // n)
 
 
-@case(2)
+@case(2, kernels=("cpp",))
 def an_infinity_on_one_rank(here: Here) -> None:
     """A GradScaler that meets it skips the step on all ranks; a group is added late."""
     mesh = here.mesh(2)
@@ -421,7 +440,7 @@ def an_infinity_on_one_rank(here: Here) -> None:
         runs.same()
 
 
-@case(2, 3, 4)
+@case(2, 4, further=(3,), kernels=("cpp",))
 def matrices_have_one_worker(here: Here) -> None:
     """Each is worked on once, in one round or several, and no replica repeats it; if that fails, no rank waits."""
     mesh = here.mesh(here.world)
@@ -471,7 +490,7 @@ def matrices_have_one_worker(here: Here) -> None:
     assert runs.many.state[runs.parts[0]]["left"].to_local().isnan().all()
 
 
-@case(2, 3, 4)
+@case(2, further=(3, 4))
 def whole_matrices_have_one_worker(here: Here) -> None:
     """Each rank works on its share of those that all hold, with the bits of working on all; a checkpoint is whole.
 
@@ -608,7 +627,7 @@ def sums_over_rows_and_columns(here: Here) -> None:
         enclosed(here, name, plan, [*pieces, *over_two(here, 40, 256)])
 
 
-@case(2, 4)
+@case(2, further=(4,))
 def limited_norms(here: Here) -> None:
     """Compare Fira's: docs/scaling.md has the roundings of one step, and those that each one in a row adds."""
     pieces = rows(here, here.mesh(here.world), [(97, 130), (64, 96)], torch.float32)
@@ -625,7 +644,7 @@ def limited_norms(here: Here) -> None:
             assert (off <= (83 + here.world / 2 + 8 * k) * 2.0**-24 * norm).all(), (k, off, norm)
 
 
-@case(2, 4)
+@case(2, further=(4,))
 def sums_beside_functions_of_matrices(here: Here) -> None:
     """Shampoo's norms and KL-Shampoo's means of columns are within their roundings, sums in any order
     (docs/scaling.md); everything else of a step, and stacks, have the bits of one rank."""
@@ -668,7 +687,7 @@ def kept(p: Tensor, opt: Any) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in values.items() if isinstance(v, Tensor)}
 
 
-@case(2, 4)
+@case(2, further=(4,))
 def blocks_of_rows(here: Here) -> None:
     """Parts of whole blocks take the steps of one rank, bit for bit; a block that two ranks share is refused."""
     mesh, cls = here.mesh(here.world), optim.AdamMini
@@ -685,7 +704,7 @@ def blocks_of_rows(here: Here) -> None:
             cls([piece.parameter(True)], blocks={"numel > 0": 3})
 
 
-@case(2, 3)
+@case(2, further=(3,))
 def views_of_rows(here: Here) -> None:
     """A rank has the views of its rows, by each rule's sweeps; views that need other ranks' rows are refused."""
     mesh = here.mesh(here.world)
@@ -732,7 +751,7 @@ def views_of_rows(here: Here) -> None:
             opt.views(q)
 
 
-@case(2, 3)
+@case(2, further=(3,))
 def sums_over_the_model(here: Here) -> None:
     """Sums that fp32 takes without rounding, so that their order is none: bit for bit the run on one rank."""
     mesh = here.mesh(here.world)
@@ -757,7 +776,7 @@ def sums_over_the_model(here: Here) -> None:
             assert torch.equal(value, found[0])
 
 
-@case(2, 3)
+@case(2, further=(3,))
 def ranks_wait_for_none_that_does_not_come(here: Here) -> None:
     """A gradient that one rank lacks counts as zeros there; one that all lack leaves the parameter alone."""
     mesh = here.mesh(here.world)
@@ -783,7 +802,7 @@ def ranks_wait_for_none_that_does_not_come(here: Here) -> None:
             assert (k == 1) == (p not in one.state), k
 
 
-@case(2, 3)
+@case(2, further=(3,))
 def a_rank_without_a_gradient_does_not_step_where_nothing_is_sent(here: Here) -> None:
     """An unused expert under element-wise rules: nothing moves or is counted there; zeros count on all ranks alike."""
     mesh = here.mesh(here.world)
@@ -811,7 +830,7 @@ def a_rank_without_a_gradient_does_not_step_where_nothing_is_sent(here: Here) ->
         dcp.save(lacking.state_dict(), checkpoint_id=str(here.folder / f"lacking_{here.world}"))
 
 
-@case(2)
+@case(2, kernels=("triton", "cpp"))
 def kernels_over_parts(here: Here) -> None:
     """The kernels of the backend alone, over few elements: Triton's interpreter takes its time."""
     mesh = here.mesh(2)
@@ -920,7 +939,7 @@ def fully_sharded(here: Here) -> None:
                 assert all(isinstance(x, DTensor) for x in opt.state[p].values() if isinstance(x, Tensor))
 
 
-@case(2, 3)
+@case(2, further=(3,))
 def gradients_released(here: Here) -> None:
     """Within the backward of fully_shard, clipped, of micro-batches, of parts that stay on the host, by sums of the
     step before, and of replicas in the place of shards: as in ordinary steps."""
@@ -1060,7 +1079,7 @@ def saves_for_other_ranks(here: Here) -> None:
             dcp.save(saved, checkpoint_id=str(folder))
 
 
-@case(4, 3, 1)
+@case(4, 1, further=(3,))
 def loads_what_other_ranks_saved(here: Here) -> None:
     """Loaded on another number of ranks, training goes on bit for bit."""
     there = all((here.folder / f"{name}_{plan}" / ".metadata").exists() for name, plan, _ in SAVED)
@@ -1208,15 +1227,14 @@ def refuses_what_it_cannot_do(here: Here) -> None:
 
 # -- running -----------------------------------------------------------------------------------------------
 def run_cases(here: Here, arguments: argparse.Namespace) -> None:
-    """Every case for so many ranks."""
-    for name, (function, worlds) in CASES.items():
-        if here.world not in worlds or (arguments.only and name not in arguments.only) or name in arguments.but:
-            continue
+    """Run every chosen case for so many ranks."""
+    for name, backend in chosen(here.world, arguments.of, arguments.only, arguments.kernels):
+        here.backend = backend
         here.restart()
-        function(here)
+        CASES[name].check(here)
         dist.barrier()
         if here.rank == 0:
-            print(f"ok {here.world} {name}", flush=True)
+            print(f"ok {here.world} {name} {backend}", flush=True)
 
 
 def start(rank: int, world: int, arguments: argparse.Namespace, init: str, local: int) -> int:
@@ -1230,9 +1248,9 @@ def start(rank: int, world: int, arguments: argparse.Namespace, init: str, local
     dist.init_process_group(
         backend, init_method=init, rank=rank, world_size=world, timeout=timedelta(seconds=arguments.timeout)
     )
-    here = Here(rank, world, device, arguments.kernels, Path(arguments.folder))
+    here = Here(rank, world, device, "", Path(arguments.folder))
     try:
-        with unoptimized() if arguments.kernels == "cpp" else nullcontext():  # compiled faster, the same for all runs
+        with unoptimized():  # compiled faster, the same for all runs
             run_cases(here, arguments)
     except Exception:
         traceback.print_exc()
@@ -1281,16 +1299,20 @@ def fork(world: int, arguments: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("only", nargs="*", help="names of cases")
-    parser.add_argument("--but", nargs="+", default=[], help="cases to leave out")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="runs of so many processes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--kernels", default="auto", help="the optimizers' `backend`")
+    parser.add_argument("--of", choices=("daily", "further", "all"), default="all", help="of which tests")
+    parser.add_argument("--kernels", help="the optimizers' `backend`; default: auto, on CPUs those of each case")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a rank waits for another one")
     parser.add_argument("--folder", help="for checkpoints, shared by all ranks and runs; default: a temporary one")
     arguments = parser.parse_args()
-    unknown = {*arguments.only, *arguments.but} - CASES.keys()
+    arguments.kernels = arguments.kernels or ("auto" if arguments.device == "cuda" else "")
+    unknown = {*arguments.only} - CASES.keys()
     if unknown:
         parser.error(f"no such case: {', '.join(sorted(unknown))} (there are: {', '.join(CASES)})")
+    worlds = [int(os.environ["WORLD_SIZE"])] if "RANK" in os.environ else arguments.ranks
+    if not any(chosen(world, arguments.of, arguments.only) for world in worlds):
+        parser.error(f"none of the cases is for {worlds} ranks")
     if os.environ.get("TRITON_INTERPRET") == "1":
         quicken()
     if "RANK" in os.environ:
@@ -1301,7 +1323,7 @@ def main() -> int:
         parser.error("start it with torchrun where there are GPUs, or say --device cpu")
     with tempfile.TemporaryDirectory() as folder:
         arguments.folder = arguments.folder or folder
-        return max(fork(world, arguments) for world in arguments.ranks)
+        return max(fork(world, arguments) for world in worlds)
 
 
 if __name__ == "__main__":

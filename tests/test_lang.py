@@ -15,6 +15,7 @@ import torch
 
 from optgen.base import names
 from optgen.base.errors import UserError
+from optgen.driver import record_text
 from optgen.ir import node as ir
 from optgen.ir.node import postorder
 from optgen.ir.spell import name_for
@@ -561,15 +562,18 @@ def test_constants_far_out_divide_nothing(far: Any, code: str) -> None:
         reaching.check()
 
 
-def test_rules_of_a_thousand_operations_in_a_row_are_checked() -> None:
+def test_rules_of_long_chains_and_towers_are_checked_and_never_read_as_a_tree() -> None:
     @optimizer(cite="nobody")
     def long(p, g, *, lr=hyper(1e-3, ge=0)):
         for _ in range(1200):
             g = g * 0.9 + lr
+        for _ in range(40):
+            g = sigmoid(g) * tanh(g)  # two readings of each would be 2^40
         p = p - lr * g
         return p
 
     long.check()
+    assert "lr" in record_text.rule_text(long, "fast")
 
 
 def test_long_chains_and_towers_have_short_names() -> None:

@@ -11,39 +11,17 @@ import torch
 from torch import Tensor, nn
 
 import optgen
-
-from optgen.lang import (  # isort: skip
-    hyper, low_rank_state, normal, optimizer, shape_flag, unwide, wide,
-    zero_product,
-)  # fmt: skip
+from optgen.lang import normal
 from optgen.runtime.records.keys import stream_key
 from tests.oracles import LOW_RANK
 from tests.test_against_papers import Steps, further, redrawn
+from tests.training import sketched
 
 U = 2.0**-24
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@optimizer(cite="nobody", matrix="heads")
-def sketched(
-    p, g, t,
-    low=low_rank_state("long", rank="rank", when="is_matrix"),
-    *,
-    lr=hyper(1.0, ge=0),
-    rank=hyper(4, ge=1, whole=True),
-    is_matrix=shape_flag(lambda shape: len(shape) >= 2),
-):  # fmt: skip
-    if not is_matrix:
-        p = p - lr * g
-        return p, low
-    full = wide(g)
-    sketch = normal(zero_product(full, low.T), t)
-    low = low + sketch.T @ full + normal(low, t + 7)
-    p = p - lr * unwide(g, sketch @ low)
-    return p, low
 
 
 def mixed(x: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -41,42 +40,15 @@ from tests.training import bits, has_plan, keep_no_plan, planned_steps
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def ran(*arguments: str, **environment: str) -> list[str]:
-    """Return the names of the cases that processes of this machine have passed."""
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.ranks", "--device", "cpu", *arguments],
-        capture_output=True, text=True, timeout=600, cwd=ROOT, env={**os.environ, **environment},
-    )  # fmt: skip
-    assert found.returncode == 0, found.stdout + found.stderr[-8000:]
-    return [line.removeprefix("ok ") for line in found.stdout.splitlines() if line.startswith("ok ")]
-
-
-OF_KERNELS = (
-    "kernels_over_parts", "stacks_and_heads", "matrix_states", "matrices_have_one_worker", "an_infinity_on_one_rank"
-)  # fmt: skip
-"""Cases of kernels: in eager torch every rank steps whole matrices, which checkpoints of other ranks have it do."""
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize("worlds", [(2, 4, 1), pytest.param((3,), marks=pytest.mark.full)], ids=str)
-def test_every_case_on_one_to_four_ranks(worlds: tuple[int, ...]) -> None:
-    cases = {name: of for name, (_, of) in ranks.CASES.items() if name not in OF_KERNELS}
-    expected = [f"{world} {name}" for world in worlds for name, of in cases.items() if world in of]
-    asked = "--but", *OF_KERNELS, "--ranks", *map(str, worlds)
-    assert ran(*asked, "--kernels", "reference") == expected
-
-
-@pytest.mark.ranks
-def test_kernels_over_parts(interpreter: dict[str, str]) -> None:
-    assert ran("kernels_over_parts", "--ranks", "2", "--kernels", "triton", **interpreter) == ["2 kernels_over_parts"]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("worlds", [(2, 4), pytest.param((3,), marks=pytest.mark.full)], ids=str)
-def test_each_matrix_is_worked_on_by_one_rank_and_kernels_over_parts(worlds: tuple[int, ...]) -> None:
-    done = ran(*OF_KERNELS, "--ranks", *map(str, worlds), "--kernels", "cpp")
-    found = {f"{n} {name}" for n in worlds for name in OF_KERNELS if n in ranks.CASES[name][1]}
-    assert set(done) == found and len(done) == len(found)
+@pytest.mark.parametrize("of", ["daily", pytest.param("further", marks=pytest.mark.full)])
+def test_every_case_on_one_to_four_ranks(of: str, interpreter: dict[str, str]) -> None:
+    """In processes of this machine."""
+    command = [sys.executable, "-m", "tests.ranks", "--device", "cpu", "--of", of]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=interpreter)
+    expected = [f"ok {world} {' '.join(case)}" for world in ranks.RANKS for case in ranks.chosen(world, of)]
+    passed = [line for line in found.stdout.splitlines() if line.startswith("ok ")]
+    assert (found.returncode, passed) == (0, expected), found.stdout + found.stderr[-8000:]
 
 
 MESHES = [

@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import optgen
+
+from optgen.lang import (  # isort: skip
+    hyper, low_rank_state, normal, optimizer, shape_flag, unwide, wide, zero_product,
+)  # fmt: skip
 from optgen.runtime import Optimizer
 from optgen.runtime.step import plan
 from tests import harness
@@ -172,3 +176,22 @@ def same(a: nn.Module, b: nn.Module, opt_a: Optimizer, opt_b: Optimizer) -> None
         kept, other = bits(opt_a.state.get(p, {})), bits(opt_b.state.get(q, {}))
         assert kept.keys() == other.keys(), name
         assert kept == other, (name, [key for key in kept if kept[key] != other[key]])
+
+
+@optimizer(cite="nobody", matrix="heads")
+def sketched(
+    p, g, t,
+    low=low_rank_state("long", rank="rank", when="is_matrix"),
+    *,
+    lr=hyper(1.0, ge=0),
+    rank=hyper(4, ge=1, whole=True),
+    is_matrix=shape_flag(lambda shape: len(shape) >= 2),
+):  # fmt: skip
+    if not is_matrix:
+        p = p - lr * g
+        return p, low
+    full = wide(g)
+    sketch = normal(zero_product(full, low.T), t)
+    low = low + sketch.T @ full + normal(low, t + 7)
+    p = p - lr * unwide(g, sketch @ low)
+    return p, low

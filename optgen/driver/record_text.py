@@ -20,10 +20,9 @@ from optgen.formats import floats, format
 from optgen.formats.format import Format
 from optgen.formats.plan import Plan, coded_trait, field_names, rounds_to_nearest
 from optgen.formats.views import COLUMNS, VIEWS
-from optgen.ir.node import loads, postorder
+from optgen.ir.node import brief, loads, postorder
 from optgen.ir.program import Buffer, Program, Schedule, Stage, Step
 from optgen.ir.ranges import is_plus
-from optgen.ir.show import text
 from optgen.lang.spec import Spec
 from optgen.lower import CODE, X, differing, lower_codec, lower_rule, needs_matrix
 from optgen.ops import dtypes, spaces
@@ -283,7 +282,7 @@ def _stage(stage: Stage, kernel: str, nonneg: Collection[str], scalars: Sequence
     states = [s for s in stored if schedule.program.buffer(s.buffer).role != "temp"]
     positive = [s for s in states if s.buffer in nonneg]
     needs = loads([s.node for s in positive]) if stage.is_sweep else []
-    linear = LINEAR.fullmatch(text(stored[0].node)) if len(stored) == 1 and not schedule.partials else None
+    linear = LINEAR.fullmatch(brief(stored[0].node)) if len(stored) == 1 and not schedule.partials else None
     return records.Stage(
         kernel,
         stage.space.name,
