@@ -608,12 +608,12 @@ class Machine(RuleBasedStateMachine):
         stepped = all(p.requires_grad and "step" in old.state(p) for p in old.model.values())
         if way.startswith("distributed") and not stepped:
             return  # torch refuses it
+        if way == "distributed, saved" and len({frozenset(group) for group in old.opt.param_groups}) > 1:
+            return  # torch asks the folder for a group's keys by its place, and groups may have been in another order
         if way == "dense state dict" and (self.cell.plan, self.cell.dtype) != ("fp32", "float32"):
             return  # of codes it is near
         if self.two or self.cell.rule in SUMS or not self.cell.named:  # sums have the order of the parameters
             shuffled = 0
-        if way == "distributed, saved" and len({frozenset(group) for group in old.opt.param_groups}) > 1:
-            shuffled = 0  # torch asks the folder for a group's keys by its place
         new = self.made({name: torch.full_like(p, 3.0).detach() for name, p in old.model.items()}, shuffled)
         if self.kind:
             new.schedule = SCHEDULES[self.kind](new.opt)
