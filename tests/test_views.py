@@ -281,6 +281,35 @@ def test_all_backends_write_the_columns_that_torchao_makes_of_any_weight(dtype: 
         assert torch.equal(p.detach()[x.isfinite()], x[x.isfinite()])
 
 
+def corners(name: str) -> Tensor:
+    """Return the numbers of a view, the middles between them, their neighbours, and what is larger or no number."""
+    kind, most = FLOATS[name]
+    numbers = torch.arange(128, dtype=torch.uint8).view(kind).float()
+    numbers = numbers[numbers <= most]
+    middles = torch.cat([(numbers[1:] + numbers[:-1]) / 2, torch.tensor([most * 17 / 16, 2 * most, 1e30])])
+    near = torch.cat([numbers, middles]).view(torch.int32)
+    some = torch.cat([near.view(FP32), (near + 1).view(FP32), (near - 1)[1:].view(FP32), torch.tensor([torch.inf])])
+    draw = torch.exp2(40 * torch.rand(5000, generator=torch.Generator().manual_seed(7)) - 25)
+    x = torch.cat([torch.cat([some, -some, draw, -draw]), torch.full((3,), torch.nan)])
+    return nn.functional.pad(x, (0, -len(x) % 64)).view(-1, 64)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_all_backends_round_every_corner_alike(name: str) -> None:
+    """Machines with instructions that convert, too: a step from zeros, whose scale is 2^-12, to any numbers."""
+    cls = optgen.compile("sgd", plans.fp32.but("With two views.", views=("mxfp8_rows", name), name=f"rows_{name}"))
+    for side in BACKENDS:
+        p = nn.Parameter(torch.zeros_like(corners(name)))
+        p.grad = corners(name) * -(2.0**-12)
+        cls([p], lr=1.0, backend=side).step()
+        x = p.detach()
+        assert x.isinf().any() and x.isnan().any() and float(scale_of(p, name)) == 2.0**-12
+        made, codes = torch.as_tensor(VIEWS[name].encode(x.view(-1, 32) * 2.0**12)[""]), stored(p, name)[0]
+        assert torch.equal(codes, made.view(x.shape)) and torch.equal(stored(p)[0], encoded(x)[0])
+        numbers = ~x.isnan()
+        assert torch.equal(codes[numbers], quantized_under(x, name, torch.tensor(2.0**-12))[0][numbers])
+
+
 @pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 9))])
 def test_drawn_rules_write_drawn_views(seed: int) -> None:
     draw = random.Random(seed)

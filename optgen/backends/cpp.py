@@ -280,6 +280,7 @@ SPELL: dict[str, Spelling] = {
     "lshr": _call("lshr"),
     "cast": _cast,
     "bitcast": _bitcast,
+    "narrow": lambda p, n: p.express(n.args[2]),
     "rint": _call("rint"),
     "floor": _call("floor"),
     "lookup": _table,

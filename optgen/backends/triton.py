@@ -210,6 +210,7 @@ _COMMON: dict[str, Spelling] = {
     "lshr": _lshr,
     "cast": lambda p, n: (f"{p.text(n.args[0], ATOM)}.to({tl_dtype(n.dtype)})", ATOM),
     "bitcast": lambda p, n: (f"{p.text(n.args[0], ATOM)}.to({tl_dtype(n.dtype)}, bitcast=True)", ATOM),
+    "narrow": lambda p, n: (f'narrow({", ".join(map(p.text, n.args))}, "{n.attr}")', ATOM),
     "rint": function("rint"),
     "floor": function("floor"),
     "lookup": _table,

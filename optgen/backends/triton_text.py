@@ -29,7 +29,7 @@ LARGEST = 2.0**60
 
 PRELUDE = (
     "apart", "bits", "block_least", "block_magnitude", "block_max", "block_min", "byte", "counter", "floor",
-    "inverse", "joined", "minus", "reciprocal", "rint", "rounded", "sign", "widened",
+    "inverse", "joined", "minus", "narrow", "reciprocal", "rint", "rounded", "sign", "widened",
 )  # fmt: skip
 CODECS = ("Codec", "beside", "fraction", "integer", "middle", "plus", "read", "times")
 MODULES = {

@@ -13,7 +13,7 @@ from optgen.formats.check import check_block, check_words
 from optgen.formats.coded import InBlocks, error_of_table, widest
 from optgen.formats.format import Noise
 from optgen.formats.scales import LARGEST, Scale, fp32
-from optgen.lang.values import Num, bits, cast, clip, from_bits, minimum, where
+from optgen.lang.values import Num, bits, cast, clip, equal, from_bits, minimum, narrow, where
 from optgen.ops import dtypes
 from optgen.ops.dtypes import pattern_of
 
@@ -73,9 +73,7 @@ class Fp8(InBlocks):
 
     def code_of(self, value: Num, scale: Num, noise: Noise | None) -> Num:
         number = value / scale
-        pattern = nearest(self.kind, abs(number))
-        pattern = pattern | ((bits(number) >> 24) & 0x80)
-        return pattern
+        return nearest(self.kind, abs(number)) | ((bits(number) >> 24) & 0x80)
 
     def number_of(self, parts: Mapping[str, Num]) -> Num:
         number = widen(self.kind, cast(parts[""], dtypes.i32))
@@ -121,6 +119,12 @@ def nearest(kind: AnyKind, size: Num) -> Num:
     unit = least * 2.0**23
     small = bits(minimum(size, normal_from) + unit) - pattern_of(unit)
     return minimum(where(size < normal_from, small, normal), most)
+
+
+def code(kind: FloatKind, x: Num, size: Num) -> Num:
+    """The code of a number with the sign of x and the magnitude `size`, i32, rounded half to even; of a NaN 0x7F."""
+    made = where(equal(size, size), nearest(kind, size), 0x7F) | ((bits(x) >> 24) & 0x80)
+    return narrow(bits(x), bits(size), made, kind)
 
 
 def widen(kind: AnyKind, pattern: Num) -> Num:

@@ -57,9 +57,8 @@ class MxFp8(Format):
         scale = power(block_max(bits(abs(x)), 32), 448.0)  # of integers: a NaN is larger than Inf
         # 2^(127 - scale); 2^-127 is no normal number.  Of the smallest scale 1, under which its numbers are 0.
         inverse = where(equal(scale, 0), 127 << 23, maximum((254 - scale) << 23, 1 << 22))
-        size = fp8.nearest("e4m3", minimum(abs(x) * from_bits(inverse), 448.0))
-        code = where(equal(scale, NO_SCALE), 0x7F, size) | ((bits(x) >> 24) & 0x80)
-        return {"": cast(code, u8), "scale": cast(scale, u8)}
+        inverse = where(equal(scale, NO_SCALE), words.NAN, inverse)
+        return {"": cast(fp8.code("e4m3", x, abs(x) * from_bits(inverse)), u8), "scale": cast(scale, u8)}
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
         scale = cast(parts["scale"], i32)
@@ -85,10 +84,8 @@ class TensorFp8(Format):
         return {"": Field(u8), "top": Field(u8, per=32)}
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        largest = fp8.numbers(self.kind)[-1]
-        top = power(block_max(bits(abs(x)), 32), largest / 2)
-        code = where(equal(x, x), fp8.nearest(self.kind, minimum(abs(x), largest)), 0x7F) | ((bits(x) >> 24) & 0x80)
-        return {"": cast(code, u8), "top": cast(top, u8)}
+        top = power(block_max(bits(abs(x)), 32), fp8.numbers(self.kind)[-1] / 2)
+        return {"": cast(fp8.code(self.kind, x, abs(x)), u8), "top": cast(top, u8)}
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
         return fp8.widen(self.kind, cast(parts[""], i32))

@@ -82,6 +82,7 @@ _MEANINGS: dict[str, Callable[..., Any]] = {
     "rsqrt": lambda x: 1 / _sqrt(x),
     "rcp": lambda x: 1 / x,
     "lshr": lambda x, k: (x >> k) & ((1 << (32 - k)) - 1),
+    "narrow": lambda x, y, z, attr: z,
     "cast": lambda x, attr: x.to(_dtype(attr)),
     "bitcast": lambda x, attr: x.view(_dtype(attr)),
     "lookup": lambda x, attr: _entries(attr, x)[x.long()],

@@ -367,7 +367,7 @@ sqrt, cbrt, exp, log, exp2, log2 = map(_function, ("sqrt", "cbrt", "exp", "log",
 tanh, sigmoid, atan2 = map(_function, ("tanh", "sigmoid", "atan2"))
 sign, floor, rint = map(_function, ("sign", "floor", "rint"))
 maximum, minimum, where, equal = map(_function, ("max", "min", "where", "eq"))
-lshr, bitcast, lookup, search = map(_function, ("lshr", "bitcast", "lookup", "search"))
+lshr, bitcast, lookup, search, narrow = map(_function, ("lshr", "bitcast", "lookup", "search", "narrow"))
 block_max, block_min = map(_function, ("block_max", "block_min"))
 
 

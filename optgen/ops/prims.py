@@ -156,6 +156,8 @@ _ROWS = (
     # conversions; attr is the target dtype
     Prim("cast", "x", "value conversion; f32 -> i32 truncates, f32 -> bf16/f16 rounds to nearest even", "attr"),
     Prim("bitcast", "x", "same bits, another dtype of the same width", "attr"),
+    Prim("narrow", "iii", "z, the code of the nearest float of the kind that attr names, to the magnitude of the f32 "
+         "whose bits are y, with the sign of x: some machines have an instruction for it"),
     # tables (ops/tables.py): attr is the table
     Prim("lookup", "i", "the table's entry number x, 0 <= x < its length", f32),
     Prim("search", "f", "how many of the table's entries are <= x; 0 for a NaN", i32),

@@ -93,6 +93,9 @@ def test_a_fused_product_is_rounded_once() -> None:
         ("cvt.rn.bf16.f32", (0xFFFFFFFF,), 0x7FFF),
         ("cvt.rn.f16.f32", (0x33000001,), 0x0001),
         ("cvt.rn.bf16x2.f32", (0x40000000, 0x3F818000), 0x40003F82),
+        ("cvt.rn.satfinite.e4m3x2.f32", (0x43E00001, 0xBF880000), 0x7EB8),  # more than 448, and half of a place
+        ("cvt.rn.satfinite.e4m3x2.f32", (0xFFC00000, 0x80000001), 0x7F80),  # a NaN, and a subnormal
+        ("cvt.rn.satfinite.e5m2x2.f32", (0xFF800000, 0x37000001), 0xFB01),
         ("cvt.s32.s8", (0x180,), 0xFFFFFF80),
         ("ex2.approx.f32", (0x40400000,), 0x41000000),  # exact ones stay
         ("sub.rn.f32.bf16", (0x3F80, 0x3F800001), 0xB4000000),  # 1 - (1 + 2**-23): narrow, then fp32

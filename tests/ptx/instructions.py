@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -217,6 +218,20 @@ _HALVES: dict[tuple[str, str], Callable[[Array], Array]] = {
     ("f16", "rn"): lambda x: raw(x.astype(np.float16)),
     ("f16", "rz"): _cut_f16,
 }  # of fp32, as bits
+
+
+def _nearest(dtype: torch.dtype) -> Callable[[Array], Array]:
+    """Return the conversion of fp32 to bytes by torch's, saturated; a NaN is 0x7f, as in NVIDIA's cuda_fp8.hpp."""
+    most = torch.finfo(dtype).max
+
+    def codes(x: Array) -> Array:
+        found = torch.from_numpy(np.clip(x, -most, most)).to(dtype).view(torch.uint8).numpy()
+        return np.where(np.isnan(x), np.uint8(0x7F), found).astype(np.uint16)
+
+    return codes
+
+
+_BYTES = {"e4m3x2": _nearest(torch.float8_e4m3fn), "e5m2x2": _nearest(torch.float8_e5m2)}
 _FLOATS: dict[tuple[str, str, str], Callable[[Array], Array]] = {
     ("f16", "f32", ""): lambda x: x.astype(np.float32),
     ("bf16", "f32", ""): lambda x: x.astype(np.uint32) << np.uint32(16),
@@ -234,6 +249,8 @@ def _conversion(opcode: str) -> Row:
         if not to.endswith("x2"):
             return Row((source,), "b16", half)
         return Row((source, source), "b32", lambda a, b: (half(a).astype(np.uint32) << np.uint32(16)) | half(b))
+    if source == "f32" and how == "rn.satfinite" and to in _BYTES:
+        return Row((source, source), "b16", lambda a, b: (_BYTES[to](a) << np.uint16(8)) | _BYTES[to](b))
     if (source, to, how) in _FLOATS:
         given = ("b16", "b32") if source == "bf16" else (source, to)
         return Row((given[0],), given[1], _FLOATS[source, to, how])

@@ -17,7 +17,6 @@ import optgen
 import specs.plans
 from optgen.formats import fp8
 from optgen.formats.views import VIEWS
-from optgen.lang.values import bits
 from tools import roofline
 from tools.bench.race import Race, run_races
 
@@ -36,6 +35,7 @@ def quantizers() -> Mapping[str, Callable[[Tensor], object]]:
         "mxfp8_rows": lambda p: to_mx(p, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL),
         "mxfp8_columns": lambda p: to_mx(p.t().contiguous(), torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL),
         "fp8": lambda p: (p.float() * (448 / p.abs().amax().float())).clamp(-448, 448).to(torch.float8_e4m3fn),
+        "fp8_e5m2": lambda p: (p.float() * (57344 / p.abs().amax().float())).clamp(-57344, 57344).to(torch.float8_e5m2),
         "nvfp4": lambda p: nvfp4_quantize(p, 16, per_tensor_amax_to_scale(p.abs().amax())),
     }
 
@@ -105,10 +105,10 @@ def instructions(targets: Sequence[str]) -> None:
             written = VIEWS[view].bytes_per_param if view else 0.0
             times = [(plain + after + written) / took for after in (2, 4)] if view else []
             rest = "".join(f", {x:.2f}" for x in times)
-            with patch.object(fp8, "nearest", lambda kind, size: bits(size) >> 20):
-                without = modelled(view, f"cut_{view}", target)[0]
+            with patch.object(fp8, "narrow", lambda x, y, code, kind: code):
+                arithmetic = modelled(view, f"arithmetic_{view}", target)[0]
             print(
-                f"{view:<14} {target:<7} {count:.1f} instructions, {count - without + bool(view):.1f} of a conversion; "
+                f"{view:<14} {target:<7} {count:.1f} instructions, {arithmetic:.1f} if arithmetic rounds; "
                 f"{moved:.2f} bytes, {moved / took:.2f} of copy; with one and two kernels after the step{rest} as long"
             )
 

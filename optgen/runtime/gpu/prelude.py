@@ -347,6 +347,28 @@ def bits(x, k: tl.constexpr):
 
 
 @triton.jit
+def narrow(x, size, code, KIND: tl.constexpr):
+    """uint8: `code`, of a magnitude with the sign of x, both float32 as int32; by the machine where it converts."""
+    if machine() == "cuda" and current_target().arch >= 89:
+        asm: tl.constexpr = f"""{{
+            .reg .b16 one, other;
+            .reg .b32 low, high;
+            cvt.rn.satfinite.{KIND}x2.f32 one, $6, $5;
+            cvt.rn.satfinite.{KIND}x2.f32 other, $8, $7;
+            mov.b32 $0, {{one, other}};
+            prmt.b32 low, $1, $2, 0x73;
+            prmt.b32 high, $3, $4, 0x73;
+            prmt.b32 low, low, high, 0x5410;
+            and.b32 low, low, 0x80808080;
+            or.b32 $0, $0, low;
+            }}"""
+        out = tl.inline_asm_elementwise(asm, "=r,r,r,r,r,r,r,r,r", [x, size], tl.uint8, is_pure=True, pack=4)
+    else:
+        out = code
+    return out
+
+
+@triton.jit
 def rounded(pattern, noise, k: tl.constexpr):
     """uint8: bits 12 to 19 of an int32 and 12 bits of noise, those from k on; k is at most 20."""
     if k == 20:

@@ -132,6 +132,7 @@ PRELUDE: dict[str, Any] = {
     name: globals()[name]
     for name in ("block_max", "block_min", "floor", "rint", "minus", "reciprocal", "sign", "rotl", "widened")
 } | {"tl": LANGUAGE, "triton": SimpleNamespace(jit=_jit), "INTERPRETED": SimpleNamespace(value=True)}
+PRELUDE["narrow"] = lambda x, size, code, kind: code
 """The stand-ins for the device functions of `optgen.runtime.gpu.prelude`."""
 
 
