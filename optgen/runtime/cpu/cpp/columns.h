@@ -18,13 +18,20 @@ void encode_columns(const int64_t *table, int64_t tensors, int32_t threads) {
         for (int64_t k = 0; k < tiles * panels; k++) {
             const int64_t left = k / panels * across, panel = k % panels;
             const int count = (int)(columns - left < across ? columns - left : across);
-            alignas(64) T turned[across * ROWS];
+            alignas(64) T turned[2][across * ROWS];
             alignas(64) char codes[across * ROWS], scales[across];
             const T *from = (const T *)row[0] + panel * ROWS * columns + left;
             for (int i = 0; i < ROWS; i++)
-                for (int j = 0; j < count; j++)
-                    turned[j * ROWS + i] = from[i * columns + j];
-            char *const at[] = {(char *)turned, codes, scales};
+                memcpy(turned[0] + i * across, from + i * columns, count * sizeof(T));
+            // A perfect shuffle moves the highest bit of an index to its end: after those of the row it is (column, row).
+            constexpr int half = across * ROWS / 2;
+            int last = 0;
+            for (int bit = 1; bit < ROWS; bit *= 2, last ^= 1)
+                for (int i = 0; i < half; i++) {
+                    turned[!last][2 * i] = turned[last][i];
+                    turned[!last][2 * i + 1] = turned[last][half + i];
+                }
+            char *const at[] = {(char *)turned[last], codes, scales};
             View<C, ROWS, 1, Weight, -1>::template make<ROWS, false>(at, count, nullptr);
             for (int j = 0; j < count; j++) {
                 const int64_t block = (left + j) * panels + panel;
