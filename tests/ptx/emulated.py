@@ -24,6 +24,7 @@ import triton.language as tl
 import optgen
 from optgen.lang import hyper, nonneg, norm, optimizer, tensor_state
 from tests import harness
+from tests import test_views as views
 from tests.ptx import driver, emulator, instructions, scan
 from tests.ptx.instructions import PTXError
 from tools.bench import symmetric
@@ -359,3 +360,19 @@ def test_random_bits_do_not_carry_nan_into_a_number_in_fast_maths(tmp_path: Path
     assert made and all(scan.of_ptx(ptx) and not scan.of_fast_ptx(ptx) for ptx in made)
     for plain, changed in (("mul.rn.f32", "mul.rn.ftz.f32"), ("fma.rn.f32", "fma.rz.f32"), ("mul.rn.f32", "mul.f64")):
         assert all(scan.of_fast_ptx(ptx.replace(plain, changed)) for ptx in made)
+
+
+@pytest.mark.parametrize("name", views.FLOATS)
+def test_views_are_rounded_by_instructions_that_convert(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel of the step has them, and a sign that is taken from a wrong byte is noticed."""
+    before = set(driver.LOADED)
+    views.test_all_backends_round_every_corner_alike(name)
+    made = {key: x.ptx for key, x in driver.LOADED.items() if key not in before and "sgd" in x.kernel.name}
+    kinds = {"e4m3", "e5m2" if name == "fp8_e5m2" else "e4m3"}
+    assert made and all(f"cvt.rn.satfinite.{kind}x2.f32" in ptx for ptx in made.values() for kind in kinds)
+    for key, ptx in made.items():
+        wrong, count = re.subn(r"(prmt\.b32 [^;]*), (0x73|115);", r"\1, 0x62;", ptx)
+        assert count
+        monkeypatch.setitem(driver.LOADED, key, driver.Loaded(wrong, b"", emulator.Kernel(wrong)))
+    with pytest.raises(AssertionError):
+        views.test_all_backends_round_every_corner_alike(name)
