@@ -689,8 +689,9 @@ class Machine(RuleBasedStateMachine):
     def refused(self, what: str, seed: int) -> None:
         """Ask for what is refused."""
         run, p = self.subject, self.subject.model["m0"]
-        if what.startswith("a step") and (self.two or self.inputs or not p.requires_grad):
-            return  # a first step that nothing was fed for makes states alone, whatever the rate
+        if what.startswith("a step") and (self.two or not p.requires_grad):
+            return
+        self.feed()  # else it is that which is refused
         states = [run.state(q) for q in run.model.values()]
         if what.startswith("states") and not any(np.ndim(x[k]) for x in states for k in x):
             return

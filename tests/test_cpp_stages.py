@@ -48,20 +48,20 @@ def dtype_for(plan: str) -> torch.dtype:
     return torch.float32 if plan == "fp32" else torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("name", "plan", "isa"),
-    [("lamb", "fp32", ISAS[0]), ("lamb", "int8_split24", ISAS[-1]), ("came", "bf16", ISAS[0]),
-     *(("came", "int8_split24", isa) for isa in ISAS)],
-)  # fmt: skip
-def test_same_bits(name: str, plan: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "plan", "isas"), [
+    ("lamb", "fp32", ISAS[:1]), ("lamb", "int8_split24", ISAS[-1:]), ("came", "bf16", ISAS[:1]),
+    ("came", "int8_split24", ISAS),
+])  # fmt: skip
+def test_same_bits(name: str, plan: str, isas: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second and third step are made by the plan of the first."""
-    monkeypatch.setenv("OPTGEN_ISA", isa)
     cls = optgen.compile(name, plan, maths="strict")
     ours = trained(cls, "reference", SHAPES, dtype_for(plan), plan=plan, lr=1e-2)
-    with optimized() if (plan, isa) == ("int8_split24", ISAS[0]) else nullcontext():
-        theirs = trained(cls, "cpp", SHAPES, dtype_for(plan), plan=plan, lr=1e-2)
-    assert not different(ours, theirs)
-    assert has_plan(theirs)
+    for isa in isas:
+        monkeypatch.setenv("OPTGEN_ISA", isa)
+        with optimized() if (plan, isa) == ("int8_split24", ISAS[0]) else nullcontext():
+            theirs = trained(cls, "cpp", SHAPES, dtype_for(plan), plan=plan, lr=1e-2)
+        assert not different(ours, theirs), isa
+        assert has_plan(theirs)
 
 
 @pytest.mark.parametrize(

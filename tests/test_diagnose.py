@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import pytest
 import pytorch_optimizer
 import torch
@@ -122,6 +121,8 @@ def test_seeded_fault_of_eps_in_fp16() -> None:
 @pytest.mark.parametrize("linear", [False, True])
 def test_seeded_fault_of_a_linear_map(linear: bool) -> None:
     """bitsandbytes' own map has a smaller relative cell at the small end: no second moment is 0 there."""
+    import bitsandbytes
+
     opt = trained(bitsandbytes.optim.AdamW8bit, torch.float32, steps=1, lr=1e-3)[0]
     for entry in opt.state.values() if linear else ():
         for i, signed in ((1, True), (2, False)):

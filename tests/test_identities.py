@@ -54,10 +54,8 @@ def mod(x: Any) -> Any:
 
 
 def power(x: Any, exponent: int) -> Any:
-    out = np.ones_like(x)
-    for bit in f"{exponent % (P - 1):b}":
-        out = mod(mod(out * out) * (x if bit == "1" else 1))
-    return out
+    found = [pow(number, exponent % (P - 1), P) for number in np.ravel(x).tolist()]
+    return mod(np.reshape(np.array(found, np.int64), np.shape(x)))
 
 
 def hashed(*operands: Any) -> Any:

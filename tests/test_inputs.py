@@ -3,7 +3,7 @@
 import copy
 import linecache
 import random
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -151,6 +151,21 @@ def test_torch_makes_states_of_what_was_not_fed(rule: str) -> None:
             p.grad = torch.full_like(p, value)
         with pytest.raises(RuntimeError, match=r"was not fed|takes a closure"):
             opt.step()
+
+
+@pytest.mark.parametrize(("cls", "fed"), product((AdaHessian, Sophia), (False, True)))
+def test_a_rate_below_0_is_refused_at_the_first_step(cls: Any, fed: bool) -> None:
+    """Fed or not, in any group, and with the zero gradients with which torch has states made."""
+    for number, value in product((0, 1), (0.0, 1.0)):
+        params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        opt = cls([{"params": [p], "lr": 0.0} for p in params], plan="fp32")
+        opt.param_groups[number]["lr"] = -1.0
+        for p in params:
+            p.grad = torch.full((3,), value)
+        opt.feed(hessian=dict.fromkeys(params if fed else (), torch.ones(3)))
+        with pytest.raises((RuntimeError, ValueError), match="lr must be >= 0, got -1" if fed else "lr must|not fed"):
+            opt.step()
+        assert not any("step" in kept for kept in opt.state.values()) and all(p.eq(1).all() for p in params)
 
 
 @optimizer(cite="none: a mask of pruning")

@@ -35,7 +35,9 @@ Array = np.ndarray[Any, Any]
 
 
 def unrolled(runs: Iterable[tuple[int, int, int]]) -> Array:
-    return np.concatenate([first + step * np.arange(count, dtype=np.int64) for first, step, count in runs])
+    first, step, count = np.array([*runs], dtype=np.int64).reshape(-1, 3).T
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    return np.repeat(first, count) + np.repeat(step, count) * within
 
 
 def f32_of(patterns: Any) -> Array:
@@ -436,9 +438,6 @@ WEIGHTS: dict[str, Callable[[Array, int | None, dict[str, Any]], Array]] = {
     "Split": lambda p, noise, w: f32_of(p if w["bits"] == 16 else (p + (0x80 if noise is None else noise)) >> 8 << 8),
     "Ecc8": ecc8,
 }  # fmt: skip
-
-
-# -- all
 
 
 def wrong_format(f: dict[str, Any], scales: dict[str, Any]) -> Iterator[str]:
