@@ -156,8 +156,8 @@ def wrapped(head: str, names: Sequence[str], close: str = "):", whole: int = 116
 
 def called(names: Iterable[str], lines: Iterable[str]) -> list[str]:
     """Return those of the functions that lines of code call."""
-    found = {*re.findall(r"(?<![.\w])(\w+)\(", "\n".join(line.partition("  # ")[0] for line in lines))}
-    return [name for name in names if name in found]
+    text = "\n".join(line.partition("  # ")[0] for line in lines)
+    return [*filter({*re.findall(r"(?<![.\w])(\w+)\(", text)}.__contains__, names)]
 
 
 def _number(node: Node) -> Node:

@@ -264,6 +264,6 @@ def on_device(variant: Variant, control: Control, lines: Lines, numbers: Numbers
             "which a step that is counted on the device does not read: keep them in fp32 (overrides= of a plan), or do "
             "not set capturable=True"
         )
-    for k in (k for stage in variant.stages if stage.space == "call" for k in stage.scalars):
+    for k in (k for stage in variant.stages if stage.on_host for k in stage.scalars):
         control.rounded(0, k)  # raises where a function of matrices needs what only the device knows
     return StepScalars(control, DeviceStep(lines, values[width:]))
