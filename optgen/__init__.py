@@ -4,6 +4,7 @@
     optgen.make("adamw", model, plan="int8_split24")         an optimizer by name; {pattern: rule} for several rules
     optgen.list("adam*")                                     the names of ready-made rules; also list_rules
     optgen.cast_model(model, torch.bfloat16)                 a 16-bit model for it
+    optgen.fp8_weights(model)                                layers that see 8 bits of their weights
     optgen.StableEmbedding(...)                              an embedding whose optimizer states stay in fp32
     optgen.keep_states_fp32(module)                          the same for any module
     optgen.save_checkpoint(path, opt, model)                 one file, whole or not at all; load_checkpoint
@@ -16,13 +17,13 @@
 __version__ = "0.2.0"
 __all__ = [
     "SAM", "StableEmbedding", "__version__", "cast_model", "compile", "diagnose",
-    "keep_states_fp32", "list_rules", "load_checkpoint", "make", "save_checkpoint",
+    "fp8_weights", "keep_states_fp32", "list_rules", "load_checkpoint", "make", "save_checkpoint",
 ]  # fmt: skip
 
 
 _HOMES = {
     "SAM": "runtime.sharpness", "StableEmbedding": "embedding", "cast_model": "cast", "compile": "driver.compile",
-    "diagnose": "driver.diagnose", "keep_states_fp32": "runtime.records.fp32_modules",
+    "diagnose": "driver.diagnose", "fp8_weights": "cast", "keep_states_fp32": "runtime.records.fp32_modules",
     "list": "by_name", "list_rules": "by_name", "load_checkpoint": "runtime.files", "make": "by_name",
     "save_checkpoint": "runtime.files",
 }  # fmt: skip

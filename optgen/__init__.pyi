@@ -4,6 +4,7 @@ from optgen import optim as optim
 from optgen.by_name import list_rules as list_rules
 from optgen.by_name import make as make
 from optgen.cast import cast_model as cast_model
+from optgen.cast import fp8_weights as fp8_weights
 from optgen.driver.compile import compile as compile
 from optgen.driver.diagnose import diagnose as diagnose
 from optgen.embedding import StableEmbedding as StableEmbedding

@@ -1,17 +1,18 @@
-"""`cast_model`: make an fp32 model a 16-bit one, for optimizers that store the weights' full precision."""
+"""`cast_model` and `fp8_weights`: models of 16 bits, and weights of 8, whose optimizers keep their full precision."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from optgen.runtime.layout import plans, sharding
+from optgen.runtime.layout.fp8_weight import SHARING, Fp8Weight
 from optgen.runtime.states import low_bits as bits
 from optgen.runtime.states import state
 
@@ -64,6 +65,52 @@ def cast_model(
     return model
 
 
+def fp8_weights(model: nn.Module, keep: Sequence[str] = (), *, kind: Literal["e4m3", "e5m2"] = "e4m3") -> nn.Module:
+    """Let the linear layers of a 16-bit model see 8 bits of their weights, in place; returns the model.
+
+    Each trained weight of an nn.Linear becomes an Fp8Weight: a code and 16 more bits of each number, and a power of two
+    per 64 neighbours of a row, 3.016 bytes in all.  Layers compute with the codes in the model's dtype, which gradients
+    have as well.  For optimizers under a plan of `master=SplitFp8(kind)`; bits that `cast_model` has kept are taken.
+
+    keep  fnmatch patterns over the names of weights that stay as they are: ["lm_head.weight"].  A pattern that matches
+          nothing is an error.
+
+    The weights are new Parameters, and tied ones stay tied: create the optimizer afterwards.  ValueError for rows that
+    are no multiple of 64 long, and for a model without such layers; TypeError for weights that are not of 16 bits.
+    """
+    layers = ((f"{name}.weight", x.weight) for name, x in model.named_modules() if isinstance(x, nn.Linear))
+    found = {name.removeprefix("."): p for name, p in layers if p.requires_grad and not isinstance(p, Fp8Weight)}
+    _check_patterns("keep", keep, [*found], "weight of a linear layer", "fp8_weights")
+    chosen = {name: p for name, p in found.items() if not _matches(name, keep)}
+    if not chosen:
+        raise ValueError("fp8_weights: the model has no nn.Linear with a weight to train, or `keep` has all of them")
+    for name, p in chosen.items():
+        _check_codes(name, p)
+    made = {id(p): nn.Parameter(Fp8Weight.of(_exact(p), p.dtype, kind)) for p in chosen.values()}
+    for module in model.modules():
+        for key, old in module._parameters.items():
+            module._parameters[key] = made.get(id(old), old)
+    return model
+
+
+def _check_codes(name: str, p: Tensor) -> None:
+    """Raise TypeError or ValueError for a weight of which layers cannot see 8 bits."""
+    if p.dtype not in bits.NARROW or sharding.is_sharded(p) or state.wraps(p):
+        what = f"{name!r} is a {p.dtype} {type(p).__name__}"
+        raise TypeError(f"fp8_weights: {what}: call cast_model(model, torch.bfloat16) first")
+    if p.shape[1] % SHARING:
+        raise ValueError(
+            f"fp8_weights: of {name!r} ({list(p.shape)}) the rows are no multiple of {SHARING} long: pad the layer, or "
+            f"keep=[{name!r}]"
+        )
+
+
+def _exact(p: Tensor) -> Tensor:
+    """Return a weight with the bits that a cast has kept of it."""
+    found = bits.exact(p)
+    return p.detach().float() if found is None else found
+
+
 def _to_cast(
     tensors: Sequence[tuple[str, Tensor]], modules: Mapping[str, nn.Module], kept_modules: set[str], keep: Sequence[str]
 ) -> dict[str, Tensor]:
@@ -107,14 +154,16 @@ def _below(name: str, modules: set[str]) -> bool:
     return any(".".join(parts[:i]) in modules for i in range(1, len(parts) + 1))
 
 
-def _check_patterns(argument: str, patterns: Sequence[str], names: Sequence[str], kind: str) -> None:
+def _check_patterns(
+    argument: str, patterns: Sequence[str], names: Sequence[str], kind: str, caller: str = "cast_model"
+) -> None:
     if isinstance(patterns, str):
-        raise TypeError(f"cast_model: {argument} must be a list of patterns, got the string {patterns!r}")
+        raise TypeError(f"{caller}: {argument} must be a list of patterns, got the string {patterns!r}")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names if name):
             close = difflib.get_close_matches(pattern, names, n=1)
             guess = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"cast_model: {argument} pattern {pattern!r} matches no {kind}{guess}")
+            raise ValueError(f"{caller}: {argument} pattern {pattern!r} matches no {kind}{guess}")
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, low_bits: bool) -> None:

@@ -13,7 +13,7 @@ from optgen.formats.plan import Plan, Storage
 from optgen.formats.views import VIEWS
 from optgen.lang.declare import StateDecl
 from optgen.lang.spec import Recurrence, Spec
-from optgen.ops import dtypes, spaces
+from optgen.ops import spaces
 from optgen.verify import bounds
 
 UNKNOWN, NONE = "no bound is known", "no bound for an element"  # instead of an error
@@ -87,7 +87,7 @@ def steady_state(fmt: Format, recurrence: Recurrence | None) -> str:
 def of_plan(plan: Plan) -> list[ValueBytes]:
     """Return a row for the weight in each narrow dtype, and for each format that keeps states."""
     rows = []
-    for param in (dtypes.bf16, dtypes.f16):
+    for param in plan.master.params:
         size = sum(f.bytes_per_param for f in plan.master.fields(param).values())
         rows.append(
             ValueBytes(f"{param.name} weight", plan.master.describe(param), size, *_bound(plan.master.bound(param)))

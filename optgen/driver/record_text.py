@@ -380,7 +380,7 @@ def plan_text(plan: Plan, maths: Maths = "fast") -> str:
 def plan_record(plan: Plan, maths: Maths = "fast") -> PlanRecord:
     """Return the record of a plan; the small work for states that are kept as a whole is that of kernels."""
     weights = {}
-    for param in (dtypes.bf16, dtypes.f16):
+    for param in plan.master.params:
         fields = [_field(k, f) for k, f in plan.master.fields(param).items() if k]
         weights[param.torch] = FormatRecord(f"weight_{param.name}", tuple(fields), plan.master.noise_bits(param))
     given = {role: _format(plan, getattr(plan, role), maths) for role in ("signed", "nonneg", "initial", "small")}

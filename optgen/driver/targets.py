@@ -39,7 +39,7 @@ class Case:
 
 def cases(spec: Spec, plan: Plan) -> Iterator[Case]:
     """Yield every case of (spec, plan): flag settings x parameter dtypes x size classes that differ."""
-    for flags, param in itertools.product(spec.settings(), PARAM_DTYPES):
+    for flags, param in itertools.product(spec.settings(), (dtypes.f32, *plan.master.params)):
         present = spec.present(flags)
         recurrences = recurrences_of(spec, tuple(sorted(flags.items())))
         full = plan.storage(present, param, False, recurrences)

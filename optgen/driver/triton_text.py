@@ -22,7 +22,6 @@ from optgen.ir import node as ir
 from optgen.ir.program import Program, Store
 from optgen.lang.spec import Spec
 from optgen.lower import CodecPrograms, lower_codec, lower_weight
-from optgen.ops import dtypes
 from optgen.runtime.records.join import Pair, with_steps
 
 FILE = "triton.py"
@@ -98,7 +97,7 @@ def _codec(made: CodecPrograms, signed: bool, maths: Maths, whole: record_text.W
 
 def codecs(plan: Plan, maths: Maths) -> Iterator[tuple[str, CodecText, Format | None, str]]:
     """Yield the name, the steps, the format and its description of each codec that a tile function may use."""
-    for param in (dtypes.bf16, dtypes.f16):
+    for param in plan.master.params:
         made = _codec(lower_weight(plan.master, param), True, maths)
         yield f"weight_{param.name}", made, None, plan.master.describe(param)
     for name, fmt in plan_formats.formats(plan).items():

@@ -326,8 +326,18 @@ def wide_reductions(fmt: Format) -> tuple[str, ...]:
 class Master(ABC):
     """A way to keep a weight: the parameter itself (`""`, in the parameter's dtype) plus what else it needs.
 
-    fp32 parameters are their own master: `param` is bf16 or f16, but for `Native`.
+    fp32 parameters are their own master: `param` is bf16 or f16, but for `Native`; u8 of parameters that show 8 bits.
     """
+
+    @property
+    def params(self) -> tuple[DType, ...]:
+        """The dtypes of parameters that it keeps, narrower than fp32."""
+        return dtypes.bf16, dtypes.f16
+
+    @property
+    def blocks(self) -> dict[int, str]:
+        """The elements of a block of weights that share an entry, if any do; plans name states beside them."""
+        return {f.per: "the weight" for d in self.params for f in self.fields(d).values() if f.per > 1}
 
     def noise_bits(self, param: DType) -> int:
         return 0

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from optgen.formats import words
+from optgen.formats import fp8, words
 from optgen.formats.bound import ROUNDOFF, Bound
 from optgen.formats.check import Placed, check_words, is_whole, refusal
 from optgen.formats.floats import rounding_to
 from optgen.formats.format import Field, FormatFinding, Master, Noise, Rounding
-from optgen.lang.values import Num, bits, cast, clip, equal, floor, from_bits, maximum, where
-from optgen.ops.dtypes import DType, bf16, f16, f32, i16, i32, u8
+from optgen.formats.views import NO_SCALE, power
+from optgen.lang.values import Num, bits, block_max, cast, clip, equal, floor, from_bits, maximum, minimum, where
+from optgen.ops.dtypes import DType, bf16, f16, f32, i8, i16, i32, u8
+
+SHARING = 64
+"""Neighbours of a row that share the scale of 8-bit weights."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Split(Placed, Master):
 
     def __post_init__(self) -> None:
         if not is_whole(self.bits) or self.bits not in (8, 16):
-            hint = 'Plan(..., views=("mxfp8_rows",)) is for layers that compute with 8-bit weights (docs/views.md)'
+            hint = "SplitFp8() is for weights of which layers see 8 bits, and views= for copies of them (docs/views.md)"
             hint = hint if isinstance(self.bits, str) else ""
             raise refusal(self.loc, f"Split({self.bits!r})", "8 or 16 further bits", hint)
         check_words(self)
@@ -174,6 +178,86 @@ def _smallest_steps(param: DType) -> list[FormatFinding]:
     """Return the note about the smallest steps that a weight of 8 further bits makes."""
     least = f"2^-{param.mantissa + 9}"
     return [("L11", "note", f"steps smaller than about {least} of a weight do not move it; fp32 itself stops at 2^-24")]
+
+
+@dataclass(frozen=True)
+class SplitFp8(Placed, Master):
+    """Weights of which layers see 8 bits, under a power of two per 64 neighbours of a row, and 16 more bits of each.
+
+    For parameters that `optgen.fp8_weights` has made.  The code is the nearest, half away from 0; the further bits are
+    what the magnitude is above its, in 2^-16 of its last place.  All are made anew of the new weight, so a scale that
+    moves changes no weight: encoding what was decoded gives the same number.  Other 16-bit parameters are kept as by
+    Split(16).
+
+    kind  "e4m3" or "e5m2"
+    """
+
+    kind: fp8.FloatKind = "e4m3"
+    rounding = "nearest"
+
+    def __post_init__(self) -> None:
+        check_words(self, kind=get_args(fp8.FloatKind))
+
+    def __str__(self) -> str:
+        return "and 16 more bits"
+
+    @property
+    def params(self) -> tuple[DType, ...]:
+        return bf16, f16, self.codes
+
+    @property
+    def codes(self) -> DType:
+        """The dtype that stands for these parameters: of one byte, another one for each kind."""
+        return u8 if self.kind == "e4m3" else i8
+
+    def fields(self, param: DType) -> dict[str, Field]:
+        if param is not self.codes:
+            return Split(16).fields(param)
+        return {"": Field(param), "scale": Field(u8, per=SHARING, nonneg=True), "low": Field(i16)}
+
+    def encode(self, x: Num, param: DType, *, noise: Noise | None = None) -> dict[str, Num]:
+        if param is not self.codes:
+            return Split(16).encode(x, param)
+        largest = fp8.numbers(self.kind)[-1]
+        scale = power(block_max(bits(abs(x)), SHARING), largest)  # of integers: a NaN is larger than Inf
+        inverse = from_bits(maximum((254 - scale) << 23, 1 << 22))  # 2^(127 - scale); 2^-127 is no normal number
+        size = minimum(abs(x) * inverse, largest)
+        made = fp8.code(self.kind, x, from_bits(bits(size) + 1))  # halves, made a place larger, are rounded up
+        code = where(equal(scale, NO_SCALE), 0x7F, made)
+        visible = fp8.widen(self.kind, made & 0x7F)
+        units = (size - visible) / from_bits(self._unit(visible))
+        low = where(equal(scale, NO_SCALE), 0, cast(floor(clip(units, -32768.0, 32767.0) + 0.5), i32))
+        return {"": cast(code, param), "scale": cast(scale, u8), "low": cast(low, i16)}
+
+    def decode(self, parts: Mapping[str, Num], param: DType) -> Num:
+        if param is not self.codes:
+            return Split(16).decode(parts, param)
+        scale, code = cast(parts["scale"], i32), cast(parts[""], i32)
+        visible = fp8.widen(self.kind, code & 0x7F)
+        power = where(equal(scale, NO_SCALE), words.NAN, maximum(scale << 23, 1 << 22))
+        low = cast(cast(parts["low"], i32), f32)
+        size = (visible + low * from_bits(self._unit(visible))) * from_bits(power)
+        return from_bits(bits(size) | ((code & 0x80) << 24))
+
+    def _unit(self, visible: Num) -> Num:
+        """Return the pattern of 2^-16 of the last place of a float of 8 bits."""
+        mantissa, lowest = (3, -6) if self.kind == "e4m3" else (2, -14)
+        return (maximum((bits(visible) >> 23) & 0xFF, 127 + lowest) - (mantissa + 16)) << 23
+
+    def bound(self, param: DType) -> Bound | None:
+        if param is not self.codes:
+            return Split(16).bound(param)
+        largest = fp8.numbers(self.kind)[-1]
+        place = largest - fp8.numbers(self.kind)[-2]
+        valid = f"largest |x| of {SHARING} neighbours of a row at least {largest:g} * 2^-126"
+        low, high = largest * 2.0**-126, 0.875 * 2.0**128
+        return Bound(place * 2.0**-16 / largest, "largest", valid, low=low, high=high, excess=1.0)
+
+    def describe(self, param: DType) -> str:
+        return f"{self.kind if param is self.codes else param.name} {self}"
+
+    def enclose(self, x: Any, param: DType) -> Any:
+        return x.unknown() if param is self.codes else super().enclose(x, param)
 
 
 @dataclass(frozen=True)

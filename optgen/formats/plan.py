@@ -18,7 +18,7 @@ from optgen.base.names import is_text
 from optgen.formats import floats
 from optgen.formats.check import BLOCKS, is_whole, refusal
 from optgen.formats.format import Field, Format, Master
-from optgen.formats.masters import Native
+from optgen.formats.masters import Native, SplitFp8
 from optgen.formats.of_matrices import MATRICES, NEAREST
 from optgen.formats.views import COLUMNS, VIEWS
 from optgen.lang.declare import INPUT, StateDecl
@@ -199,6 +199,8 @@ class Plan:
                 raise self._not_a(slot, value, "one such as floats.bf16, Blocked() or LogMinMax()", Format)
         if not isinstance(self.master, Master):
             raise self._not_a("master", self.master, "one of those for weights, such as Native() or Split(8)", Master)
+        if self.views and isinstance(self.master, SplitFp8):
+            raise refusal(self.loc, "views beside SplitFp8()", "one of them: layers see 8 bits of these weights")
         for slot, fmt, what in (
             ("signed", self.signed, "it keeps the states of either sign"),
             ("initial", self.initial, "it keeps states that start as the weight"),
@@ -335,7 +337,7 @@ class Plan:
                 taken[name] = f"state `{name}`" if name == state.name else what
 
     def _check_states(self, states: Sequence[StateDecl], chosen: Mapping[str, Format]) -> None:
-        sizes: dict[int, str] = {}
+        sizes = self.master.blocks
         for state in states:
             fmt = chosen[state.name]
             places = tuple(x for x in (self.loc, state.loc) if x is not None)

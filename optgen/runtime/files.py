@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.checkpoint.container import VERSION, Path_, read, refuse_sharded, write
 from optgen.runtime.checkpoint.container import CheckpointError as CheckpointError
 from optgen.runtime.checkpoint.weights import compare_names
-from optgen.runtime.layout import layout, plans, sharding
+from optgen.runtime.layout import fp8_weight, layout, plans, sharding
+from optgen.runtime.layout.fp8_weight import Fp8Weight
 from optgen.runtime.optimizer import Checkpointed, Loaded, Optimizer
 from optgen.runtime.options import entries
 from optgen.runtime.records import dtype_name
@@ -55,7 +57,7 @@ def save_checkpoint(path: Path_, optimizer: Checkpointed, model: nn.Module | Non
         ],
         "extra": extra,
     }
-    write(path, content)
+    write(path, tree_map_only(Fp8Weight, Fp8Weight.parts, content))
 
 
 def load_checkpoint(path: Path_, optimizer: Checkpointed, model: nn.Module | None = None) -> Any:
@@ -67,7 +69,7 @@ def load_checkpoint(path: Path_, optimizer: Checkpointed, model: nn.Module | Non
     neither the optimizer nor the model has changed.
     """
     _refuse_foreign(optimizer)
-    content = read(path)
+    content = fp8_weight.joined(read(path))
     misfits = Problems(f"{os.fspath(path)} does not fit, nothing was loaded")
     expected, got = name_of(optimizer), content["about"]["class"]
     if sorted(got.split(" + ")) != sorted(expected.split(" + ")):  # of several rules in any order

@@ -17,6 +17,7 @@ from torch.optim.optimizer import ParamsT, _global_optimizer_post_hooks, _global
 
 from optgen.runtime.checkpoint import checkpoint, inputs, reset, weights
 from optgen.runtime.layout import plans, sharding
+from optgen.runtime.layout.fp8_weight import Fp8Weight, dtype_of, kept_without
 from optgen.runtime.layout.plans import Label, PlanOption
 from optgen.runtime.modes import away, offload, release, watch
 from optgen.runtime.modes import views as of_views
@@ -136,6 +137,8 @@ class Checkpointed(torch.optim.Optimizer):
         left = [f"{key!r}" for key in beside]
         for one, entry, whole in self._matched():
             kept = states.get(whole.position)
+            if isinstance(kept, dict) and isinstance(entry.p, Fp8Weight):
+                kept = states[whole.position] = kept_without(kept)
             if isinstance(kept, dict) and (own := kept.keys() - checkpoint.keys_of(type(one), entry)):
                 states[whole.position] = {key: value for key, value in kept.items() if key not in own}
                 left += [f"{key!r} of {state.label(entry.p, entry.name)}" for key in sorted(own, key=str)]
@@ -395,7 +398,7 @@ class Optimizer(Checkpointed):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         for entry in self._entries():
-            self._stepper.dtypes[id(entry.p)] = (entry.p, entry.p.dtype)
+            self._stepper.dtypes[id(entry.p)] = (entry.p, dtype_of(entry.p))
         if self._offload.away or any(group.get("offload") for group in self.param_groups):
             self._offload.settle(self.param_groups)  # copies of parameters do not know their homes
 
@@ -419,7 +422,7 @@ class Optimizer(Checkpointed):
         group, number = {**self.defaults, **settled}, len(self.param_groups)
         self._admit([Entry(p, group, number, i, first + i, names[i]) for i, p in enumerate(tensors)])
         super().add_param_group({**settled, "params": params})
-        self._stepper.dtypes.update((id(p), (p, p.dtype)) for p in tensors)
+        self._stepper.dtypes.update((id(p), (p, dtype_of(p))) for p in tensors)
         if self._release is not None:
             self._release.attach()
         if self._all_given:
@@ -455,7 +458,7 @@ class Optimizer(Checkpointed):
         return entries.of(self.param_groups)
 
     def _plan_of(self, entry: Entry) -> str:
-        return plans.chosen(type(self), entry.group, entry.p.dtype, entry.name).shown
+        return plans.chosen(type(self), entry.group, entry.name).shown
 
     def _owner(self) -> Owner:
         """Return the class, the groups and the states as they are now."""

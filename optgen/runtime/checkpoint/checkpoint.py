@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from optgen.runtime.layout import layout, messages, plans, sharded_states, sharding
+from optgen.runtime.layout.fp8_weight import dtype_of, kept_with
 from optgen.runtime.options import blocks, options, overrides
 from optgen.runtime.options.entries import Entry
 from optgen.runtime.options.entries import labels as labels_of
@@ -386,7 +387,7 @@ def select(
     name  the parameter's label in its group: its name, or its position over all groups; None if it has no plan of its
           own
     """
-    chosen = plans.chosen(cls, group, p.dtype, name)
+    chosen = plans.chosen(cls, group, name)
     count = blocks.of(cls, group).get(name) if name is not None else None
     try:
         shape = blocks.shape(cls, p, count)
@@ -394,13 +395,13 @@ def select(
         raise ValueError(f"{cls.__name__}: blocks: parameter {name!r} {error}") from None
     flags = options.flags_of(cls, group, shape, name)
     small, vector = p.numel() < chosen.limit, p.ndim < 2
-    found = plans.variant(chosen.pair, p.dtype, small, flags, vector)
+    found = plans.variant(chosen.pair, dtype_of(p), small, flags, vector)
     return chosen.name, chosen.pair, blocks.seen(cls, found, p, count, group, name)
 
 
 def keys_of(cls: Any, entry: Entry) -> frozenset[str]:
     """Return the keys that a parameter's state may have under its plan, whatever the flags."""
-    return _keys_of(plans.chosen(cls, entry.group, entry.p.dtype, entry.name).pair)
+    return _keys_of(plans.chosen(cls, entry.group, entry.name).pair)
 
 
 @lru_cache(maxsize=256)
@@ -576,7 +577,7 @@ class _Source:
                 shown = self.trained
             if shown is not None:
                 self._show(shown, made)
-        return made if self.parts is None else self.parts.wrapped(made)
+        return kept_with(self.p, made) if self.parts is None else self.parts.wrapped(made)
 
     def _is_dense(self) -> bool:
         """Return True if the entry holds torch's dense tensors of the states, not the variant's own fields."""
@@ -621,7 +622,7 @@ class _Source:
             yield "step", "a whole number >= 0", state.step_count
         for name in self.variant.host_names:
             yield name, "a finite number", _finite
-        for f in () if dense else self.variant.fields:
+        for f in () if dense else (f for f in self.variant.fields if f.name not in kept_with(self.p, {})):
             want = state.describe(f.torch_dtype, state.shape(f, self.p, self.parts))
             yield f.name, want, partial(self._field, f)
 
@@ -679,6 +680,7 @@ class _Source:
         """
         plan, variant, p, parts = self.plan, self.variant, self.p, self.parts
         values = {key: self.entry[key].to(p.device) for key in variant.states}
+        made |= kept_with(p, {})
         room = {f.name: state.zeros(f, p, parts) for f in variant.fields}
         exact = next((x for x in (self.trained, self.exact) if x is not None), low_bits.exact(p))
         if whole and parts is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import layout, sharded_states, sharding
+from optgen.runtime.layout.fp8_weight import Fp8Weight, exact
 from optgen.runtime.options.entries import Entry
 from optgen.runtime.options.options import MODE, hypers_of
 from optgen.runtime.records import Variant
@@ -33,9 +34,9 @@ def settle(rounded: Iterable[tuple[Tensor, Tensor]], params: Iterable[Tensor]) -
 
 def fresh(t: Tensor) -> Tensor:
     """Return a copy of a weight before its first step: fp32 and contiguous, or as it is if fp32 does not hold it."""
-    exact = low_bits.exact(t)
-    if exact is not None:
-        return exact
+    found = low_bits.exact(t)
+    if found is not None or isinstance(t, Fp8Weight):
+        return exact(t) if found is None else found
     held = t.is_floating_point() and t.dtype.itemsize <= 4
     made = t.detach().to(torch.float32 if held else t.dtype, copy=True)
     return made.contiguous() if made.layout is torch.strided else made
@@ -43,7 +44,7 @@ def fresh(t: Tensor) -> Tensor:
 
 def edited(p: Tensor, weight: Tensor) -> bool:
     """Return True if p is more than one last place from the full weight: no rounding is."""
-    if p.dtype not in low_bits.NARROW:
+    if p.dtype not in low_bits.NARROW or isinstance(p, Fp8Weight):
         return False
     near, shown = weight.to(p.dtype), p.detach().contiguous()
     off = (_ordered(near) - _ordered(shown)).abs() > 1
@@ -207,6 +208,9 @@ def put(one: Any, entry: Entry, value: Tensor) -> None:
 
     A DTensor without a state gets one: it has no other place for its low bits.
     """
+    if isinstance(entry.p, Fp8Weight):
+        entry.p.copy_(value)
+        return
     p, (plan, variant, kept) = entry.p, _kept(one, entry)
     parts = sharded_states.ShardedStates.of(p, variant) if sharding.is_sharded(p) else None
     weight, full = (p, value.detach()) if parts is None else (parts.weight(p), parts.beside("its weight", value))
@@ -258,7 +262,7 @@ def without_states(optimizer: Any, found: dict[str, Any]) -> dict[str, Any]:
         if one._evaluating:
             one._refuse_unready("state_dict(weights_only=True)")
         if kept := found["state"].get(whole.position):
-            made[whole.position] = {name: kept[name] for name in _kept(one, entry)[1].owned("p")}
+            made[whole.position] = {name: kept[name] for name in _kept(one, entry)[1].owned("p") if name in kept}
         elif low_bits.exact(entry.p) is not None:
             raise RuntimeError(
                 f"{type(one).__name__}.state_dict(weights_only=True): the bits that cast_model kept of "

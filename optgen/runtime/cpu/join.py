@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from optgen.runtime.records import EIGHT, MATRICES, Eager, Field, Rule, Stage, Variant
+from optgen.runtime.records import EIGHT, MATRICES, Eager, Field, Rule, Stage, Variant, dtype_of
 
 KERNEL = "kernel"
 """The name of the kernel in its text."""
@@ -146,7 +146,7 @@ def _wants(variant: Variant) -> Iterator[str]:
 def _column_of(variant: Variant, name: str) -> str:
     """Return the bytes of an entry of a table's column, and of what it is one."""
     if name == "p":
-        return f"{{{4 if variant.param == 'float32' else 2}, ELEMENT}}"
+        return f"{{{dtype_of(variant.param).itemsize}, ELEMENT}}"
     if name == "g":
         return "{sizeof(typename Grad::stored), ELEMENT}"
     if f := variant.stored.get(name):

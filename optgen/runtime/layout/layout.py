@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import plans
+from optgen.runtime.layout.fp8_weight import exact, kept_with, memory
 from optgen.runtime.records import MATRICES, MATRIX_BLOCK, Field, Heads, Matrix, Variant, by_shape, dtype_name
 from optgen.runtime.records.join import Pair
 from optgen.runtime.reference.matrix_codecs import CODECS
@@ -181,6 +182,7 @@ def encode(
     room    tensors to write them into; without it they are allocated
     weight  the full weight (fp32, p's shape and device) where p is a rounding of it
     """
+    p, weight = exact(p), None if weight is None else exact(weight)
     own = [Field("p", dtype_name(p.dtype))] if "p" in wanted else []
     fields = own + [f for f in variant.fields if f.name in wanted]
     out = {f.name: _tensor(f, p, room or {}) for f in fields}
@@ -258,9 +260,9 @@ def decode(
         fields = [state[x] for x in variant.coded(name)]
         coded = name in of
         out[name] = CODECS[of[name]].decode(*fields) if coded else fields[0].to(torch.float32, copy=True)
-    weight = p.detach().contiguous()
+    weight = memory(p).detach().contiguous()
     for part in _parts(variant, p.shape) if elements else ():
-        made = part.decoded(function, variant, weight, state)
+        made = part.decoded(function, variant, weight, kept_with(p, state))
         for name in elements:
             written = part.of(out[name])
             written.copy_(made[name].reshape(written.shape))
@@ -290,5 +292,5 @@ def first(
 ) -> dict[str, Tensor]:
     """The first values that `decode` gives for element-wise states of p, which has elements: 1-D, `least` or a row."""
     part = _Part(variant, p.shape, None if variant.of_whole else slice(0, 1))
-    made = part.decoded(plans.storage(plan, variant).decode, variant, p.detach(), state)
+    made = part.decoded(plans.storage(plan, variant).decode, variant, memory(p).detach(), kept_with(p, state))
     return {name: made[name].reshape(-1)[:least] for name in wanted}

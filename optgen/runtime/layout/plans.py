@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from optgen.runtime.layout.fp8_weight import KINDS
 from optgen.runtime.records import Flag, Variant, beside, dtype_name, join, keys
 from optgen.runtime.records.join import Pair
 from optgen.runtime.records.keys import Label as Label
@@ -48,7 +49,10 @@ STRICT = "strict"
 FULL = "fp32_states"
 """The name that stands for the plan of the group, as it keeps small tensors."""
 
-EIGHT_BITS = 'keep weights in torch.bfloat16; layers compute with 8 bits of them under a plan of views=("mxfp8_rows",)'
+EIGHT_BITS = (
+    "keep weights in torch.bfloat16; of which layers compute with 8 bits by optgen.fp8_weights(model) or a plan of "
+    'views=("mxfp8_rows",)'
+)
 """The mend that errors about parameters in floats of 8 bits name."""
 
 Recorded = tuple[tuple[Label, str], ...]
@@ -169,10 +173,17 @@ def variant(
             if kind == ("small" if v.small else "vector" if v.vector else ""):
                 return v
     if name not in pair.dtypes:
-        built = ", ".join(pair.dtypes)
-        mend = f": {EIGHT_BITS}" if dtype.itemsize == 1 else f" (it was for: {built})"
-        raise TypeError(f"plan {pair.name!r} was not built for {name} parameters{mend}")
+        raise TypeError(f"plan {pair.name!r} was not built for {_what_it_is_for(pair, dtype)}")
     raise ValueError(f"plan {pair.name!r} has no kernel for {name} parameters with {setting}")
+
+
+def _what_it_is_for(pair: Pair, dtype: torch.dtype) -> str:
+    """Return the parameters of a dtype that a plan does not have, and what to do."""
+    if kind := next((x for x in KINDS if KINDS[x].known is dtype), ""):
+        return f"{kind} Fp8Weight parameters: use one of master=SplitFp8({kind!r})"
+    bare = dtype.is_floating_point and dtype.itemsize == 1
+    mend = f": {EIGHT_BITS}" if bare else f" (it was for: {', '.join(pair.dtypes)})"
+    return f"{dtype_name(dtype)} parameters{mend}"
 
 
 def at_step(pair: Pair, variant: Variant, flags: tuple[tuple[str, bool], ...]) -> Variant:
@@ -212,7 +223,7 @@ def _recorded(pairs: Any) -> Recorded:
     return tuple(pairs)
 
 
-def chosen(cls: type, group: Mapping[str, Any], dtype: torch.dtype, label: Label | None) -> Chosen:
+def chosen(cls: type, group: Mapping[str, Any], label: Label | None) -> Chosen:
     """The plan of a parameter: its own, or that of its group."""
     asked = own(group).get(label) if label is not None else None
     name = plan_name(cls, group.get("plan")) if asked is None or asked == FULL else asked

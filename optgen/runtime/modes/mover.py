@@ -11,6 +11,7 @@ from torch import Tensor
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import sharding
+from optgen.runtime.layout.fp8_weight import kept_with
 from optgen.runtime.options import entries
 from optgen.runtime.options.entries import Owner
 from optgen.runtime.states import low_bits, state
@@ -63,6 +64,7 @@ def places(owner: Owner, away: bool, sums: Mapping[int, dict[str, Any]]) -> Iter
     sums by id(parameter), on the host while states are away, else beside the parameter."""
     for e in entries.of(owner.groups):
         kept, own = owner.states.get(e.p, {}), checkpoint.keys_of(owner.cls, e)
+        own -= kept_with(e.p, {}).keys()
         fields = {key: x for key, x in kept.items() if key in own and getattr(x, "dtype", None) not in COUNTS}
         beside = HOST if away else e.p.device
         waiting, total = e.p.__dict__.get(low_bits.ATTRIBUTE, {}), sums.get(id(e.p), {})

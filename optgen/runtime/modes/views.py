@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import sharding
+from optgen.runtime.layout.fp8_weight import Fp8Weight
 from optgen.runtime.options.entries import Entry
 from optgen.runtime.records import Variant
 from optgen.runtime.states import state, views
@@ -18,6 +19,8 @@ from optgen.runtime.states.views import ViewTensors
 def of(one: Any, entry: Entry) -> dict[str, ViewTensors]:
     """Return the views of a parameter by name; they are made where none is fresh.  ValueError where it has none."""
     p, label, owner = entry.p, state.label(entry.p, entry.name), type(one).__name__
+    if isinstance(p, Fp8Weight):
+        return views.of_weight(p)
     _, plan, variant = checkpoint.select(type(one), entry.group, p, entry.name)
     problem = _problem(p, variant)
     if problem:

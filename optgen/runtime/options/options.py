@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import plans
+from optgen.runtime.layout.fp8_weight import dtype_of
 from optgen.runtime.options import blocks, overrides
 from optgen.runtime.records import Hyper, as_float, as_int, series, switch
 from optgen.runtime.records.warn import warn
@@ -175,7 +176,7 @@ def record_plan(cls: type, option: plans.PlanOption, params: Iterable[Tensor]) -
     """The plan option with the default filled in, so that a checkpoint says which plan its states have even where the
     default of a later build differs."""
     name = plans.plan_name(cls, option)
-    for dtype in dict.fromkeys(p.dtype for p in params if p.requires_grad):
+    for dtype in dict.fromkeys(dtype_of(p) for p in params if p.requires_grad):
         overrides.refuse_missing(cls, name, dtype)
     return name
 

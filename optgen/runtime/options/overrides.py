@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from optgen.runtime.layout import plans
+from optgen.runtime.layout.fp8_weight import dtype_of
 from optgen.runtime.records import dtype_name, fp32_modules, keys
 from optgen.runtime.records.join import Pair
 
@@ -281,7 +282,7 @@ def decided(
     asked = own.asked(cls, given, tensors, labels)
     asked = [a or (FP32 if id(p) in marked else None) for a, p in zip(asked, tensors, strict=True)]
     found = tuple(
-        (label, settled(cls, option, value, p.dtype))
+        (label, settled(cls, option, value, dtype_of(p)))
         for p, label, value in zip(tensors, labels, asked, strict=True)
         if value is not None and (p.requires_grad or p.dtype in TRAINED)  # frozen tensors may be anything
     )

@@ -232,7 +232,7 @@ def variants(rules: tuple[RuleRecord, ...], plan: PlanRecord) -> Iterator[Varian
     """Yield the variants of a rule under a plan: each setting of flags, parameter dtype and size class that differs."""
     for rule in rules:
         large, small = plan.formats(rule, False), plan.formats(rule, True)
-        for param in DTYPES:
+        for param in ("float32", *plan.weights):
             yield joined(rule, plan, param, large)
             if plan.small_numel and rule.states and small != large:
                 yield joined(rule, plan, param, small, small=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from optgen.runtime.layout import layout
+from optgen.runtime.layout.fp8_weight import memory
 from optgen.runtime.records import Variant, fed_name
 from optgen.runtime.states import state
 
@@ -107,7 +108,7 @@ def measure(p: torch.Tensor, name: str | int, plan: str, variant: Variant, kept:
     states = {f.name: math.prod(layout.field_shape(f, p.shape)) * f.torch_dtype.itemsize for f in variant.fields}
     states |= {f.name: math.prod(layout.field_shape(f, p.shape)) * f.torch_dtype.itemsize for f in variant.shown}
     states |= {x: 0 for x in states if type(fed := kept.get(fed_name(x))) is float and not fed}
-    weight = p.numel() * p.element_size()
+    weight = p.numel() * memory(p).element_size()
     here = weight + sum(states[f.name] for f in variant.shown)
     places = Counter({str(p.device): here}) + Counter({str(state.home(p)): sum(states.values()) + weight - here})
     return ParameterMemory(

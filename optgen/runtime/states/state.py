@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from optgen.runtime.layout import layout, sharding
+from optgen.runtime.layout.fp8_weight import exact, kept_with
 from optgen.runtime.layout.sharded_states import ShardedStates
 from optgen.runtime.records import Field, Variant, as_float, dtype_name, fed_name, huge_pages
 from optgen.runtime.records.join import Pair
@@ -179,7 +180,7 @@ def create(
     step      the steps done, if only states that a flag needs from now on are missing
     parts     of the DTensor that p is a part of
     """
-    state: State = {**present, "step": step}
+    state: State = kept_with(p, {**present, "step": step})
     for name, value in variant.host_states:
         state.setdefault(name, value)
     missing = [f for f in variant.fields if f.name not in state]
@@ -236,7 +237,7 @@ def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict
     for name in variant.states:
         start = variant.init.get(name, 0.0)
         if start == "param":
-            values[name] = p.detach()
+            values[name] = exact(p.detach())
         elif start == "identity":
             values[name] = 0.0
         else:

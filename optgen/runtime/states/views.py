@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import layout, sharding
+from optgen.runtime.layout.fp8_weight import KINDS, SHARING, Fp8Weight
 from optgen.runtime.records import Variant, View
 from optgen.runtime.records.join import Pair
 
@@ -163,6 +164,12 @@ def rescale(variant: Variant, params: Sequence[Tensor]) -> None:
         new = (torch.stack(scales).view(torch.int32) >> 23) + tops - 127
         new = torch.where(tops == 0, 127 - 12, new.clamp(1, 253)) << 23
         torch._foreach_copy_(scales, list(new.view(torch.float32).unbind()))
+
+
+def of_weight(p: Fp8Weight) -> dict[str, ViewTensors]:
+    """Return what layers see of an Fp8Weight as a view: codes, and E8M0 scales of 32 neighbours of a row."""
+    scales = p.scale.repeat_interleave(SHARING // 32, -1).view(torch.float8_e8m0fnu)
+    return {"mxfp8_rows": ViewTensors(p.codes.view(KINDS[p.kind].dtype), scales)}
 
 
 def shown(p: Tensor, name: str) -> ViewTensors:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import plans, sharded_states, sharding
+from optgen.runtime.layout.fp8_weight import Fp8Weight, dtype_of
 from optgen.runtime.layout.plans import Label
 from optgen.runtime.options import blocks
 from optgen.runtime.options.entries import Entry
@@ -51,7 +52,7 @@ def refuse_unsupported(cls: Any, p: Tensor) -> None:
         raise TypeError(f"{owner} does not support complex parameters; optimize torch.view_as_real(p) instead")
     if p.layout is not torch.strided:
         raise TypeError(f"{owner} does not support parameters of layout {p.layout}")
-    if state.wraps(p):
+    if state.wraps(p) and not isinstance(p, Fp8Weight):
         raise TypeError(
             f"{owner} does not support parameters of class {type(p).__name__}: they stand for other tensors and "
             f"have no memory that kernels could update; optimize those, or a plain copy"
@@ -96,14 +97,16 @@ def refuse_flattened(cls: Any, p: Tensor, name: Label) -> None:
 
 
 def refuse_views(cls: Any, entry: Entry, variant: Variant, divided: bool) -> None:
-    """Raise ValueError for a parameter whose step cannot write its views."""
+    """Raise ValueError for a parameter whose step cannot write its views, or the 8 bits that layers see of it."""
     problem = views.problem(entry.p, variant)
     reasons = {problem: bool(problem), "it is several matrices": divided}
     reasons["it is stepped on the host (offload=True)"] = bool(entry.group.get("offload"))
     if found := next((reason for reason, holds in reasons.items() if holds), ""):
+        what, mend = "views", "keep it under a plan without views, by overrides={name: plan}"
+        if isinstance(entry.p, Fp8Weight):
+            what, mend = "codes", "leave it out of fp8_weights"
         raise ValueError(
-            f"{cls.__name__}: the step cannot write the views of {state.label(entry.p, entry.name)}: {found}; keep it "
-            f"under a plan without views, by overrides={{name: plan}}"
+            f"{cls.__name__}: the step cannot write the {what} of {state.label(entry.p, entry.name)}: {found}; {mend}"
         )
 
 
@@ -157,7 +160,7 @@ def _warn_discouraged(cls: Any, entries: Iterable[Entry]) -> None:
         p, group, label = entry.p, entry.group, entry.name
         if not p.requires_grad:
             continue
-        name, pair, _ = plans.chosen(cls, group, p.dtype, label)
+        name, pair, _ = plans.chosen(cls, group, label)
         if not pair.discouraged or name in warned:
             continue
         variant = checkpoint.select(cls, group, p, label)[2]
@@ -245,8 +248,8 @@ def check_pair(cls: Any, dtypes: Dtypes, p: Tensor, g: Tensor, name: Label) -> t
     owner, known, dtype = cls.__name__, dtypes.get(id(p)), g.dtype
     if known is None:  # put into the group by somebody else, as sharding wrappers do
         refuse_unsupported(cls, p)
-        known = dtypes[id(p)] = (p, p.dtype)
-    if known[1] is not p.dtype:
+        known = dtypes[id(p)] = (p, dtype_of(p))
+    if known[1] is not dtype_of(p):
         raise RuntimeError(
             f"{owner}: {state.label(p, name)} was {dtype_name(known[1])} when the optimizer was created: convert the "
             f"model first, then create the optimizer (and load the old one's dense_state_dict() into it)"
@@ -270,6 +273,8 @@ def in_memory(cls: Any, p: Tensor, g: Tensor, name: Label, eager: bool) -> Tenso
     """
     g = state.materialized(sharding.waited(g))
     for which, t in (("", p), ("the gradient of ", g)):
+        if not which and isinstance(t, Fp8Weight):
+            continue
         if state.wraps(t):
             raise TypeError(
                 f"{cls.__name__}: {which}{state.label(p, name)} is of class {type(t).__name__}, which "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from optgen.runtime.checkpoint import checkpoint, inputs, weights
 from optgen.runtime.layout import plans, sharded_states, sharding, workspace
+from optgen.runtime.layout.fp8_weight import Fp8Weight, dtype_of
 from optgen.runtime.layout.plans import Label
 from optgen.runtime.options import blocks, options
 from optgen.runtime.options.entries import Entry, Owner
@@ -63,7 +64,7 @@ class GroupChoices:
         """Return the choice of a parameter.  Raises ValueError if its blocks do not divide its rows."""
         p, name = entry.p, entry.name
         count = self._blocks.get(name) if self._blocks else None
-        kind = (p.dtype, p.device, p.shape, self._own.get(name) if self._own else None, count)
+        kind = (dtype_of(p), p.device, p.shape, self._own.get(name) if self._own else None, count)
         choice = self._made.get(kind)
         if choice is None:
             choice = self._made[kind] = self._choose(p, name, count)
@@ -127,7 +128,7 @@ class _Sorter:
         if self.deciding and kept and kept.keys() != choice.variant.keys and kept.get("step"):
             self._refuse_changed(choice, kept, state.label(p, name))
         shard, cut, size = self._shard(entry, choice, kept)
-        if choice.variant.views:
+        if choice.variant.views or isinstance(p, Fp8Weight):
             admit.refuse_views(self.cls, entry, choice.variant, bool(choice.rows))
         count = self._count(choice, kept, p, name)
         if self.inputs:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import layout, sharded_states, sharding, workspace
+from optgen.runtime.layout.fp8_weight import Fp8Weight, memory
 from optgen.runtime.records import Variant, keys
 from optgen.runtime.records.join import Pair
 from optgen.runtime.reference.matrix_codecs import CODECS, MatrixCodec
@@ -40,6 +41,7 @@ class Bucket:
     streams        the streams of random bits, hashes of names
     line_of        the number of each parameter's line
     names          of the parameters, or their positions where they have none: "0.weight"
+    coded          Fp8Weights, whose codes are among the params
     written        (tensor of the user, contiguous copy that the step writes): copied back in `finish`
     kernel         the compiled function of the C++ backend
     codecs         of matrix states, by trait
@@ -74,6 +76,7 @@ class Bucket:
     streams: list[int] = field(default_factory=list)
     names: list[str | int] = field(default_factory=list)
     written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    coded: list[Tensor] = field(default_factory=list)
     kernel: Callable[..., int] | None = None
     codecs: Mapping[str, MatrixCodec] = field(default_factory=lambda: CODECS)
     cut: frozenset[str] = frozenset()
@@ -104,10 +107,11 @@ class Bucket:
     def lasts(self) -> bool:
         """True if its kernels can make further steps.
 
-        Those of a parameter that is not contiguous run on a copy, and those of several matrices on views, made anew at
-        each step.  Nothing is kept of eager torch, with which the others are compared.
+        An Fp8Weight may have other memory then.  Those of a parameter that is not contiguous run on a copy, and those
+        of several matrices on views, made anew at each step.  Nothing is kept of eager torch, with which the others are
+        compared.
         """
-        return not (self.backend == "reference" or self.written or self.wholes)
+        return not (self.backend == "reference" or self.written or self.coded or self.wholes)
 
     @property
     def owned(self) -> list[state.State]:
@@ -161,7 +165,10 @@ class Bucket:
     def localize(self) -> None:
         """Contiguous params and grads in logical order: the kernels see memory, not strides."""
         for i, p in enumerate(self.params):
-            if not p.is_contiguous():
+            if isinstance(p, Fp8Weight):
+                self.params[i] = memory(p)
+                self.coded.append(p)
+            elif not p.is_contiguous():
                 if state.overlaps(p):  # it was frozen, or something else, when the optimizer was made
                     raise RuntimeError(f"{state.label(p, self.names[i])} is an expanded view: its elements overlap")
                 self.params[i] = p.contiguous()
@@ -228,7 +235,7 @@ class Bucket:
         for user, copy in self.written:
             user.copy_(copy)
         sharded = [shard.p for shard in self.shards if shard is not None]
-        torch.autograd.graph.increment_version(sharded)
+        torch.autograd.graph.increment_version([*sharded, *self.coded])
         if self.variant.views:
             self.stamp()
         if self.sent and capturing():

@@ -151,11 +151,14 @@ template <class C, int SIZE, int AT, class Weight, int SCALE> struct View {
         }
     }
     template <int BLOCK, bool RAGGED> static void make(char *const *at, int extent, const int *live) {
-        static_assert(C::LOOPS == 2, "what is found of a block, and its codes");
         C kept(at[AT], at + AT + 1);
-        const auto *from = (const typename Weight::stored *)at[0];
-        const int blocks = extent * (BLOCK / SIZE);
         const F by(SCALE < 0 ? 1.0f : 1.0f / *(const float *)at[SCALE < 0 ? 0 : SCALE]);
+        of<BLOCK, RAGGED>(kept, (const typename Weight::stored *)at[0], by, extent, live);
+    }
+    template <int BLOCK, bool RAGGED>
+    static void of(C &kept, const typename Weight::stored *from, F by, int extent, const int *live) {
+        static_assert(C::LOOPS == 2, "what is found of a block, and its codes");
+        const int blocks = extent * (BLOCK / SIZE);
         loop<0, RAGGED, BLOCK>(kept, from, by, blocks, live);
         for (int b = 0; b < blocks; b += W)
             kept.blocks(Loop<1>(), b);
@@ -174,7 +177,8 @@ template <class Layout> struct ViewsOf<Layout, typename Layout::shows> : Layout:
 // Layout says the columns, their blocks and how noise is dealt; the weight P stands first, then the states V.
 template <class Layout, class Rule, class Grad, class P, class... V> struct Sweep : Layout {
     static constexpr int BLOCK = Layout::BLOCK, COUNT = sizeof...(V);
-    static_assert(P::LOOPS == 1, "a weight has no values of blocks");
+    // True if the weight has values of blocks: it is encoded when the tile is done, from an array, as views are.
+    static constexpr bool BLOCKED = P::LOOPS > 1;
 
     // The loop of the sweep in which a value's first one runs.
     template <class T> static constexpr int offset() {
@@ -224,7 +228,7 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
     static constexpr int ROOM = LOOPS > 1 ? TILE : W;
 
     struct Arrays {
-        alignas(64) float input[COUNT + 1][ROOM], next[COUNT + 1][ROOM], root[COUNT + 1][ROOM];
+        alignas(64) float input[COUNT + 1][ROOM], next[COUNT + 1][ROOM], root[COUNT + 1][ROOM], weight[BLOCKED ? TILE : W];
     };
 
     // A value in the first loop, as the rule reads and sets it.
@@ -389,12 +393,14 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
                 return F(0.0f);
         }
         OPTGEN_INLINE F get(int i) const {
-            const Product found = p.times(F(1.0f), p.in(0), i);
+            const Product found = p.times(F(1.0f), p.in(i / BLOCK), i);
             return found.a * found.b;
         }
         template <class N> OPTGEN_INLINE void put(int i, F x, const N &noise) const {
             typename P::Head head;
-            if constexpr (P::WRITTEN)
+            if constexpr (BLOCKED)
+                store(arrays.weight + i, x);
+            else if constexpr (P::WRITTEN)
                 p.template encode<RAGGED, P::VALUE>(Loop<0>(), head, i, 0, x, noise);
         }
 
@@ -479,11 +485,15 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
             }
         } else {
             (static_cast<V &>(all).unpack_codes(BLOCK * extent), ...);
-            for (int b = 0; b < extent; b += W)
+            for (int b = 0; b < extent; b += W) {
+                p.decode_blocks(b);
                 (static_cast<V &>(all).decode_blocks(b), ...);
+            }
             now.template loop<0>();
             now.template rest<1>();
             (static_cast<V &>(all).template pack_codes<BLOCK>(extent, live), ...);
+            if constexpr (BLOCKED && P::WRITTEN)
+                View<P, BLOCK, 0, float32, -1>::template of<BLOCK, RAGGED>(p, arrays.weight, F(1.0f), extent, live);
             ViewsOf<Layout>::template make<BLOCK, RAGGED>(at, extent, live);
         }
     }
