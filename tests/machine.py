@@ -35,6 +35,8 @@ from torch.optim import lr_scheduler
 
 import optgen
 from optgen.by_name import class_of
+from optgen.formats import SplitFp8
+from optgen.runtime.layout.fp8_weight import OWN, Fp8Weight, exact
 from optgen.runtime.modes import offload
 from optgen.runtime.states.state import TRAINED
 from specs import plans
@@ -46,7 +48,9 @@ SEVERAL: dict[str, Any] = {"^m": {"rule": "muon", "lr": 0.02}, "^v": "lion", "*"
 SUMS = {"prodigy", "dadapt_adam", "clipped(adamw)"}  # over the model
 SHAPES = {"m0": (66, 63), "m1": (7, 5), "v0": (9,), "v1": (9,), "s0": (), "x0": (3, 4, 6)}  # the first has codes
 VIEWED = plans.int8_split24.but("With views.", name="viewed", views=("mxfp8_rows", "mxfp8_columns", "fp8"))
-LONG = {"m0": (64, 96), "m1": (7, 5), "v0": (9,), "s0": (), "x0": (3, 4, 6)}  # for views, of the first alone
+CODED = plans.int8_split24.but("Weights that show 8 bits.", name="coded", master=SplitFp8())
+MADE = {plan.name: plan for plan in (VIEWED, CODED)}
+LONG = {"m0": (96, 64), "m1": (7, 5), "v0": (9,), "s0": (), "x0": (3, 4, 6)}  # of these plans the first is another
 SMALL = {"m0": (6, 5), "v0": (9,), "x0": (2, 3)}  # for kernels in Triton's interpreter
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "lr": (0.0, 1e-3, 0.0125), "weight_decay": (0.0, 0.25), "betas": ((0.75, 0.9), (0.9, 0.999)),
@@ -165,15 +169,18 @@ class Run:
         found: dict[str, Any] = {}
         for name, p, group in self.entries():
             kept = self.state(p)
-            found[name] = {"weight": kept.get(TRAINED, p)} | {k: plain(x) for k, x in group.items() if k in NUMBERED}
-            made = (k for k in kept if k != TRAINED and kept.get("step", 1))
+            weight = kept.get(TRAINED, p)
+            of = weight.parts() if isinstance(weight, Fp8Weight) else {"weight": weight}
+            found[name] = of | {k: plain(x) for k, x in group.items() if k in NUMBERED}
+            own = (TRAINED, *(OWN if isinstance(weight, Fp8Weight) else ()))
+            made = (k for k in kept if k not in own and kept.get("step", 1))
             found[name] |= {f"state {k}": plain(kept[k]) for k in made}
         return {name: bits(values) for name, values in found.items()}
 
 
 @cache
 def rule_class(name: str, plan: str = "") -> Any:
-    return class_of(by_matrix if name == "by_matrix" else name, *[VIEWED] * (plan == VIEWED.name))
+    return class_of(by_matrix if name == "by_matrix" else name, *[MADE[plan]] * (plan in MADE))
 
 
 def rounded(weight: Tensor) -> Tensor:
@@ -295,8 +302,8 @@ class Machine(RuleBasedStateMachine):
         self.cls = None if cell.rule == "several" else rule_class(cell.rule, cell.plan)
         self.two, self.inputs = hasattr(self.cls, "first_step"), getattr(self.cls, "INPUTS", ())
         self.known = inspect.signature(self.cls or optgen.optim.AdamW).parameters
-        self.viewed = cell.plan == VIEWED.name
-        given = SMALL if cell.backend == "triton" else LONG if self.viewed else SHAPES
+        self.viewed, self.coded = cell.plan == VIEWED.name, cell.plan == CODED.name
+        given = SMALL if cell.backend == "triton" else LONG if cell.plan in MADE else SHAPES
         shapes = {name: s for name, s in given.items() if len(s) > 1 or cell.rule != "by_matrix"}
         second = {"lr": 0.025, "weight_decay": 0.25, "adamw": bool(seed % 2)}
         self.groups: list[dict[str, Any]] = [
@@ -318,6 +325,8 @@ class Machine(RuleBasedStateMachine):
             return [listed[i] for i in torch.randperm(len(listed), generator=order)] if shuffled else listed
 
         model = nn.ParameterDict({name: nn.Parameter(x.clone()) for name, x in values.items()})
+        if self.coded:
+            model["m0"] = nn.Parameter(Fp8Weight.of(exact(values["m0"]).float(), model["m0"].dtype))
         options |= {"backend": self.cell.backend, "plan": self.cell.plan, "seed": self.seed}
         options |= {"overrides": {"numel > 4000": "fp32"}} if self.cell.mixed and self.cls is not None else {}
         groups = [self.group(model, {**group, "params": arranged(group["params"])}) for group in arranged(self.groups)]
@@ -549,7 +558,7 @@ class Machine(RuleBasedStateMachine):
             theirs.copy_(value)
         self.check()
 
-    @operation(lambda self: idle(self) and not self.bound)
+    @operation(lambda self: idle(self) and not self.bound and not self.coded)
     def to_another_dtype_and_back(self) -> None:
         """Move the model; a step in between is refused."""
         run, dtype = self.subject, getattr(torch, self.cell.dtype)
@@ -649,7 +658,7 @@ class Machine(RuleBasedStateMachine):
             self.refuses(parts[-1].release_gradients)
         self.check()
 
-    @operation(lambda self: idle(self) and self.cell.backend == "cpp" and not self.viewed, on=st.integers(0, 15))
+    @operation(lambda m: idle(m) and m.cell.backend == "cpp" and m.cell.plan not in MADE, on=st.integers(0, 15))
     def offloaded(self, on: int) -> None:
         """Let the CPU stand for a device whose states are in host memory, for some groups: bit by bit."""
         for part in self.subject.parts() if on and not self.bound else ():

@@ -51,13 +51,17 @@ CELLS: dict[str, st.SearchStrategy[Cell]] = {
         st.just("viewed"), st.sampled_from(["float32", "bfloat16"]), st.sampled_from(["reference", "cpp"]),
         named=st.booleans(), mixed=st.booleans(),
     ),
+    "coded": st.builds(
+        Cell, st.sampled_from(["adamw", "lamb", "muon", "schedule_free_adamw", "ema(adamw)", "sam(adamw)"]),
+        st.just("coded"), st.just("bfloat16"), st.sampled_from(["reference", "cpp"]), named=st.booleans(),
+    ),
     "triton": st.builds(
         Cell, st.just("lion"), st.sampled_from(["fp32", "int8_split24"]), st.just("bfloat16"), st.just("triton"),
     ),
 }  # fmt: skip
 """What is drawn of each kind; kernels of few rules, since they take seconds to compile and to interpret."""
 
-EXAMPLES = {"reference": 30, "kept": 10, "cpp": 10, "viewed": 10, "triton": 4}
+EXAMPLES = {"reference": 30, "kept": 10, "cpp": 10, "viewed": 8, "coded": 8, "triton": 4}
 
 
 def run(kind: str, seed: int | None = None, **changed: Any) -> None:
