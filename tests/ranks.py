@@ -712,7 +712,7 @@ def views_of_rows(here: Here) -> None:
     both = viewed.but("Views.", views=("mxfp8_rows", "mxfp8_columns"), name="both")
     for rule, plan in (("adamw", viewed), ("lamb", viewed), ("adamw", both)):
         cls, columns = optgen.compile(rule, plan), plan is both
-        shapes = [(32 * here.world, 128), (192, 96)] if columns else [(97, 128), (64, 96)]
+        shapes = [(32 * here.world, 128), (192, 96)] if columns else [(97, 128), (64, 96), (1, 64)]
         runs = Runs(here, cls, rows(here, mesh, shapes, torch.bfloat16), plan=plan.name)
 
         def same_views(change: Callable[[Tensor], object], runs: Runs = runs, columns: bool = columns) -> None:

@@ -180,6 +180,6 @@ def shown(p: Tensor, name: str) -> ViewTensors:
     if not size:
         return ViewTensors(found, view[f"{name}_tensor"])
     rows, columns = layout.grid(shape)
-    of_blocks = view[f"{name}_scale"].view(rows, -1).view(torch.uint8)[:, : columns // size]
+    of_blocks = view[f"{name}_scale"].view(max(rows, 1), -1).view(torch.uint8)[:rows, : columns // size]
     of_blocks = of_blocks.reshape(*shape[:-1], shape[-1] // size).view(scales)
     return ViewTensors(found.view(*shape[:-1], found.shape[-1]), of_blocks, view.get(f"{name}_tensor"))
