@@ -323,6 +323,8 @@ def test_what_is_refused() -> None:
         ValueError, match=r"cannot write the codes of .*host \(offload=True\); leave it out of fp8_weights"
     ):
         trained(model, opt, 1)
+    with pytest.raises(TypeError, match=r"SamAdamW does not support an Fp8Weight.*optgen\.SAM\(opt\)"):
+        optgen.compile("sam(adamw)", KEPT["e4m3"])(model.named_parameters(), lr=1e-3)
     with pytest.raises(UserError, match=r"views beside SplitFp8\(\)"):
         KEPT["e4m3"].but(views=("fp8",))
     blocks: dict[str, Any] = {"signed": Blocked(8, 128), "nonneg": LogMinMax(8, 128), "small_numel": 0}

@@ -52,7 +52,7 @@ CELLS: dict[str, st.SearchStrategy[Cell]] = {
         named=st.booleans(), mixed=st.booleans(),
     ),
     "coded": st.builds(
-        Cell, st.sampled_from(["adamw", "lamb", "muon", "schedule_free_adamw", "ema(adamw)", "sam(adamw)"]),
+        Cell, st.sampled_from(["adamw", "lamb", "muon", "schedule_free_adamw", "ema(adamw)", "lookahead(adamw)"]),
         st.just("coded"), st.just("bfloat16"), st.sampled_from(["reference", "cpp"]), named=st.booleans(),
     ),
     "triton": st.builds(

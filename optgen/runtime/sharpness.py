@@ -80,7 +80,11 @@ class SAM:
         self._scaler = scaler
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._keep({p: p.detach().clone() for p in params})
-        self._ascend(params)
+        try:
+            self._ascend(params)
+        except BaseException:
+            self._restore()
+            raise
         self.optimizer.zero_grad()
 
     def _ascend(self, params: list[Any]) -> None:

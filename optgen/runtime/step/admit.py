@@ -57,6 +57,11 @@ def refuse_unsupported(cls: Any, p: Tensor) -> None:
             f"{owner} does not support parameters of class {type(p).__name__}: they stand for other tensors and "
             f"have no memory that kernels could update; optimize those, or a plain copy"
         )
+    if isinstance(p, Fp8Weight) and hasattr(cls, "ASCENT"):
+        raise TypeError(
+            f"{owner} does not support an Fp8Weight, which its first step would have to keep in 16 bits; wrap the "
+            f"optimizer without it: optgen.SAM(opt)"
+        )
     if state.overlaps(p):
         raise ValueError(
             f"{owner}: a parameter of shape {list(p.shape)} and strides {list(p.stride())} is an expanded view or "
