@@ -42,7 +42,7 @@ def test_a_cell_is_right(cell: Cell, tmp_path: Path) -> None:
         assert report.claimed == 1 or cell.plan == "flashoptim"
 
 
-def test_every_rule_fits_every_plan() -> None:
+@pytest.mark.parametrize("spec", harness.sampled("fits", SPECS))
+def test_every_rule_fits_every_plan(spec: str) -> None:
     """The product has no holes: a plan refused by the lint would be missing from all tests above."""
-    refused = {(s, p): product.refusal(s, p) for s in SPECS for p in PLANS if product.refusal(s, p)}
-    assert not refused
+    assert not {p: product.refusal(spec, p) for p in PLANS if product.refusal(spec, p)}

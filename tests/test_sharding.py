@@ -40,6 +40,7 @@ from tests.training import bits, has_plan, keep_no_plan, planned_steps
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("of", ["daily", pytest.param("further", marks=pytest.mark.full)])
 def test_every_case_on_one_to_four_ranks(of: str, interpreter: dict[str, str]) -> None:
