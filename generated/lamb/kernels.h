@@ -31,8 +31,7 @@ OPTGEN_INLINE void lamb_2(
 template <class S0, class S1, class S2>
 OPTGEN_INLINE F lamb_3(F p, F weight_decay, F scalar_2, F scalar_3, S0 &exp_avg, S1 &exp_avg_sq, S2 &lr_times_trust) {
     const F exp_avg_ = exp_avg.read();
-    const F exp_avg_sq_ = exp_avg_sq.read();
-    const F update = fma(weight_decay, p, exp_avg_ / fma(sqrt(exp_avg_sq_), scalar_2, scalar_3));  // 28
+    const F update = fma(weight_decay, p, exp_avg_ / fma(exp_avg_sq.read_root(), scalar_2, scalar_3));  // 28
     const F p_ = fma(-lr_times_trust.read(), update, p);  // 32
     return p_;
 }

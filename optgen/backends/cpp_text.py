@@ -3,8 +3,8 @@
 A rule of one sweep is a struct of its scalars; its functions compute with the states of W elements.  A stage of any
 other is a function of its scalars and its values, for W of them: elements in a sweep, else rows, columns, matrices or
 tensors.  A value comes as it is stored, so that a coefficient meets the scale of a block before it meets an element:
-`exp_avg.times(c)` is c * exp_avg, `exp_avg.plus(c, y)` is c * exp_avg + y, and `exp_avg.read()` its value.  What is
-new or reduced is set: `exp_avg.set(x)`.
+`exp_avg.times(c)` is c * exp_avg, `exp_avg.plus(c, y)` is c * exp_avg + y, `exp_avg.read()` its value and
+`exp_avg.read_root()` the root of that.  What is new or reduced is set: `exp_avg.set(x)`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _OF_STAGES = RESERVED | frozenset("All Codec g Loop OPTGEN_INLINE p Product Swee
 
 
 class ValuePrinter(CppPrinter):
-    """A printer of values that a plan keeps, value -> its parameter; `pieces`: those that are only multiplied."""
+    """A printer of values that a plan keeps, value -> its parameter; `pieces`: those that are multiplied, or their
+    roots taken, and no more."""
 
     def __init__(self, plan: Phases, pieces: Collection[str], values: Mapping[str, str]) -> None:
         super().__init__(plan)
@@ -44,6 +45,8 @@ class ValuePrinter(CppPrinter):
             if x.op == "load" and x.attr in self.pieces:
                 given = ", ".join(self._number(a) for a in (c, *node.args[2:]))
                 return f"{self.values[x.attr]}.{'plus' if node.op == 'fma' else 'times'}({given})", ATOM
+        if node.op == "sqrt" and node.args[0].op == "load" and node.args[0].attr in self.pieces:
+            return f"{self.values[node.args[0].attr]}.read_root()", ATOM
         # What one stage leaves for the next ones of each element is bf16.
         load = node.args[0] if node.op == "cast" and node.args[0].dtype is dtypes.bf16 else node
         if load.op == "load" and load.attr in self.values:
@@ -68,7 +71,7 @@ class _Lines:
     params    these parameters, of types S0, S1, ... that `template` names
     sizes     the parameters of the tensor's sizes
     scalars   the parameters of host scalars
-    pieces    the states of elements that are only multiplied
+    pieces    the states of elements that are only multiplied, or their roots taken
     new       value -> what the rule makes of it
     """
 
@@ -78,7 +81,7 @@ class _Lines:
     ) -> None:  # fmt: skip
         """Collect what functions of these values need; `loads`: those that are read in lines of their own."""
         sweep, program = schedule.sweep, schedule.program
-        self.pieces = triton_text.multiplied(schedule, nonneg)
+        self.pieces = triton_text.multiplied(schedule, nonneg, roots=True)
         self.values = {x: f"{x}_" if x in reserved else x for x in _but_weight(names)}
         kinds = [f"S{k}" for k in range(len(self.values))]
         self.params = [f"{kind} &{x}" for kind, x in zip(kinds, self.values.values(), strict=True)]

@@ -77,10 +77,11 @@ def states_of(program: Program) -> frozenset[str]:
     return frozenset(b.name for b in program.buffers if b.role == "state" and b.space == spaces.elem)
 
 
-def multiplied(schedule: Schedule, nonneg: Collection[str]) -> frozenset[str]:
+def multiplied(schedule: Schedule, nonneg: Collection[str], *, roots: bool = False) -> frozenset[str]:
     """Return the states of elements of which nothing is read but products with host scalars.
 
     nonneg  states whose codec may take the root of such a scalar: it is known to be in [0, LARGEST]
+    roots   True if their own roots may be read, too
     """
     program = schedule.program
     if program.maths == "strict":
@@ -89,7 +90,8 @@ def multiplied(schedule: Schedule, nonneg: Collection[str]) -> frozenset[str]:
     nodes = postorder([s.node for s in schedule.sweep.stores])
     bare = {s.node.attr for s in schedule.sweep.stores if s.node.op == "load"}
     for n in nodes:
-        bare |= _bare(n, nonneg, intervals)
+        if not (roots and n.op == "sqrt" and n.args[0].attr in nonneg):
+            bare |= _bare(n, nonneg, intervals)
     return states_of(program).intersection(n.attr for n in nodes if n.op == "load") - bare
 
 

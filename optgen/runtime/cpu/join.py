@@ -208,7 +208,7 @@ class _Stage:
             self.place(name, *flags)
         gradient = len(self.places) if "g" in self.reads else -1
         if gradient >= 0:
-            self.places.append("{1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 0}")
+            self.places.append("{1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE}")
         more = len(self.places)
         for name in weight[1:]:
             self.place(name, *flags)
@@ -268,19 +268,19 @@ class _Stage:
                 self.place(f.name, f.space == "tensor", f.space == "elem")
         return found
 
-    def place(
-        self, name: str, read: bool, written: bool, partial: int = -1, reduction: str = "NONE", source: int = -1
-    ) -> None:
-        """Add the place of a column; `source`: that whose array a reduced value shares, itself where it is negative."""
+    def place(self, name: str, read: bool, written: bool, partial: int = -1, reduction: str = "NONE") -> None:
+        """Add the place of a column."""
         size = _column_of(self.variant, name)[1:-1]
         flags = f"{str(read).lower()}, {str(written).lower()}"
-        source = len(self.places) if source < 0 else source
-        self.places.append(f"{{{self.variant.columns.index(name)}, {partial}, {size}, {flags}, {reduction}, {source}}}")
+        self.places.append(f"{{{self.variant.columns.index(name)}, {partial}, {size}, {flags}, {reduction}}}")
 
-    def reduced(self, name: str, source: int) -> None:
-        """Add the place of a temp that is reduced from the array of the place `source`."""
-        partial = self.partial.get(name, -1) if self.stage.space == "elem" else -1
-        self.place(name, False, True, partial, _REDUCTIONS[self.temps[name].reduction.partition("_")[2]], source)
+    def hands_on(self, name: str) -> str:
+        """Return how a tile hands on what is reduced to a temp (steps.h)."""
+        temp = self.temps[name]
+        if self.stage.space != "elem" or temp.space == "row":
+            return "in_array"
+        op = _REDUCTIONS[temp.reduction.partition("_")[2]]
+        return f"in_total<{op}, {str(not self.stage.matrices).lower()}>"
 
     def weight(self, more: int) -> str:
         number = len(self.given) + len(self.bases)
@@ -310,14 +310,15 @@ class _Stage:
             self.place(name, vector or x in self.reads, x in self.stores and not vector)
         for name in whole.encode if whole is not None and x in self.stores else ():
             self.place(f"{x}_{name}", True, False)
-        source = len(self.places)
         for name in self.sums.get(x, ()):
-            self.reduced(name, source)
+            partial = self.partial.get(name, -1) if self.stage.space == "elem" else -1
+            self.place(name, False, True, partial, _REDUCTIONS[self.temps[name].reduction.partition("_")[2]])
 
     def codec(self, x: str) -> str:
         """The codec of a value."""
-        if x in self.stage.reduces:
-            return f"reduced<{_encoding(self.eager, x, False) if x in self.reads else 'untouched'}>"
+        if x in self.sums:
+            old = _encoding(self.eager, x, False) if x in self.stage.reduces and x in self.reads else "untouched"
+            return f"reduced<{', '.join([old, *map(self.hands_on, self.sums[x])])}>"
         if x in self.eager.codecs:
             return _encoding(self.eager, x, x in self.stores)
         space = self.variant.spaces[x]

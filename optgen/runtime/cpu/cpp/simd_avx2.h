@@ -17,25 +17,14 @@ struct I {
 struct M {
     __m256i v;  // all bits of a lane or none
 };
+#include "operators.h"
 
 inline M mask(__m256 x) { return {_mm256_castps_si256(x)}; }
-inline F operator+(F a, F b) { return _mm256_add_ps(a.v, b.v); }
-inline F operator-(F a, F b) { return _mm256_sub_ps(a.v, b.v); }
-inline F operator*(F a, F b) { return _mm256_mul_ps(a.v, b.v); }
-inline F operator/(F a, F b) { return _mm256_div_ps(a.v, b.v); }
-inline F operator-(F a) { return -a.v; }
 inline M operator<(F a, F b) { return mask(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)); }
 inline M operator<=(F a, F b) { return mask(_mm256_cmp_ps(a.v, b.v, _CMP_LE_OQ)); }
 inline M operator==(F a, F b) { return mask(_mm256_cmp_ps(a.v, b.v, _CMP_EQ_OQ)); }
 inline M operator!=(F a, F b) { return mask(_mm256_cmp_ps(a.v, b.v, _CMP_NEQ_UQ)); }
 
-inline I operator+(I a, I b) { return _mm256_add_epi32(a.v, b.v); }
-inline I operator-(I a, I b) { return _mm256_sub_epi32(a.v, b.v); }
-inline I operator*(I a, I b) { return _mm256_mullo_epi32(a.v, b.v); }
-inline I operator&(I a, I b) { return _mm256_and_si256(a.v, b.v); }
-inline I operator|(I a, I b) { return _mm256_or_si256(a.v, b.v); }
-inline I operator^(I a, I b) { return _mm256_xor_si256(a.v, b.v); }
-inline I operator-(I a) { return _mm256_sub_epi32(_mm256_setzero_si256(), a.v); }
 inline I operator<<(I a, int k) { return _mm256_slli_epi32(a.v, k); }
 inline I operator>>(I a, int k) { return _mm256_srai_epi32(a.v, k); }
 inline I lshr(I a, int k) { return _mm256_srli_epi32(a.v, k); }
@@ -45,10 +34,6 @@ inline I rotl(I a, I k) {
 inline M operator<(I a, I b) { return {_mm256_cmpgt_epi32(b.v, a.v)}; }
 inline M operator==(I a, I b) { return {_mm256_cmpeq_epi32(a.v, b.v)}; }
 
-inline M operator&(M a, M b) { return {_mm256_and_si256(a.v, b.v)}; }
-inline M operator|(M a, M b) { return {_mm256_or_si256(a.v, b.v)}; }
-inline M operator^(M a, M b) { return {_mm256_xor_si256(a.v, b.v)}; }
-inline M operator~(M a) { return {_mm256_xor_si256(a.v, _mm256_set1_epi32(-1))}; }
 inline M operator<=(I a, I b) { return ~(b < a); }
 inline M operator!=(I a, I b) { return ~(a == b); }
 

@@ -17,24 +17,13 @@ struct I {
 struct M {
     __mmask16 v;
 };
+#include "operators.h"
 
-inline F operator+(F a, F b) { return _mm512_add_ps(a.v, b.v); }
-inline F operator-(F a, F b) { return _mm512_sub_ps(a.v, b.v); }
-inline F operator*(F a, F b) { return _mm512_mul_ps(a.v, b.v); }
-inline F operator/(F a, F b) { return _mm512_div_ps(a.v, b.v); }
-inline F operator-(F a) { return -a.v; }
 inline M operator<(F a, F b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
 inline M operator<=(F a, F b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ)}; }
 inline M operator==(F a, F b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ)}; }
 inline M operator!=(F a, F b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_UQ)}; }
 
-inline I operator+(I a, I b) { return _mm512_add_epi32(a.v, b.v); }
-inline I operator-(I a, I b) { return _mm512_sub_epi32(a.v, b.v); }
-inline I operator*(I a, I b) { return _mm512_mullo_epi32(a.v, b.v); }
-inline I operator&(I a, I b) { return a.v & b.v; }
-inline I operator|(I a, I b) { return a.v | b.v; }
-inline I operator^(I a, I b) { return a.v ^ b.v; }
-inline I operator-(I a) { return _mm512_sub_epi32(_mm512_setzero_si512(), a.v); }
 inline I operator<<(I a, int k) { return _mm512_slli_epi32(a.v, k); }
 inline I operator>>(I a, int k) { return _mm512_srai_epi32(a.v, k); }
 inline I lshr(I a, int k) { return _mm512_srli_epi32(a.v, k); }
@@ -43,11 +32,6 @@ inline M operator<(I a, I b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
 inline M operator<=(I a, I b) { return {_mm512_cmple_epi32_mask(a.v, b.v)}; }
 inline M operator==(I a, I b) { return {_mm512_cmpeq_epi32_mask(a.v, b.v)}; }
 inline M operator!=(I a, I b) { return {_mm512_cmpneq_epi32_mask(a.v, b.v)}; }
-
-inline M operator&(M a, M b) { return {(__mmask16)(a.v & b.v)}; }
-inline M operator|(M a, M b) { return {(__mmask16)(a.v | b.v)}; }
-inline M operator^(M a, M b) { return {(__mmask16)(a.v ^ b.v)}; }
-inline M operator~(M a) { return {(__mmask16)~a.v}; }
 
 inline F where(M c, F a, F b) { return _mm512_mask_blend_ps(c.v, b.v, a.v); }
 inline I where(M c, I a, I b) { return _mm512_mask_blend_epi32(c.v, b.v, a.v); }

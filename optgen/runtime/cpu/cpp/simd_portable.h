@@ -22,28 +22,16 @@ struct I {
 struct M {
     V4i v;  // all bits of a lane or none
 };
+#include "operators.h"
 
 inline I bits(F a) { return (V4i)a.v; }
 inline F as_float(I a) { return (V4f)a.v; }
 
-inline F operator+(F a, F b) { return a.v + b.v; }
-inline F operator-(F a, F b) { return a.v - b.v; }
-inline F operator*(F a, F b) { return a.v * b.v; }
-inline F operator/(F a, F b) { return a.v / b.v; }
-inline F operator-(F a) { return -a.v; }
 inline M operator<(F a, F b) { return {a.v < b.v}; }
 inline M operator<=(F a, F b) { return {a.v <= b.v}; }
 inline M operator==(F a, F b) { return {a.v == b.v}; }
 inline M operator!=(F a, F b) { return {a.v != b.v}; }
 
-// Compiled with -fwrapv: whole numbers wrap, as they do in registers.
-inline I operator+(I a, I b) { return a.v + b.v; }
-inline I operator-(I a, I b) { return a.v - b.v; }
-inline I operator*(I a, I b) { return a.v * b.v; }
-inline I operator&(I a, I b) { return a.v & b.v; }
-inline I operator|(I a, I b) { return a.v | b.v; }
-inline I operator^(I a, I b) { return a.v ^ b.v; }
-inline I operator-(I a) { return -a.v; }
 inline I operator<<(I a, int k) { return a.v << k; }
 inline I operator>>(I a, int k) { return a.v >> k; }
 inline I lshr(I a, int k) { return (V4i)((V4u)a.v >> k); }
@@ -52,11 +40,6 @@ inline M operator<(I a, I b) { return {a.v < b.v}; }
 inline M operator<=(I a, I b) { return {a.v <= b.v}; }
 inline M operator==(I a, I b) { return {a.v == b.v}; }
 inline M operator!=(I a, I b) { return {a.v != b.v}; }
-
-inline M operator&(M a, M b) { return {a.v & b.v}; }
-inline M operator|(M a, M b) { return {a.v | b.v}; }
-inline M operator^(M a, M b) { return {a.v ^ b.v}; }
-inline M operator~(M a) { return {~a.v}; }
 
 inline I where(M c, I a, I b) { return (c.v & a.v) | (~c.v & b.v); }
 inline F where(M c, F a, F b) { return as_float(where(c, bits(a), bits(b))); }

@@ -17,7 +17,7 @@ constexpr int RUN = 8;          // panels of columns that one thread sums side b
 constexpr int MARGIN = 128;     // bytes before and behind a tile in a thread's room
 constexpr int SIZES = 13;       // of a table row, behind its addresses
 constexpr int TOGETHER = 256;   // results that one thread finishes at a time
-constexpr int BLOCKS_OF_TILE = 16;
+constexpr int BLOCKS_OF_TILE = 128;
 
 // The reduction of a value.
 enum Reduction : int32_t { NONE, TOTAL, LARGEST };
@@ -30,7 +30,6 @@ struct Place {
     Kind kind;    // of what is reduced: of what there is one result
     bool read, written;
     Reduction reduction;
-    int source;  // of what is reduced: the place whose array of the tile holds it; its own but where two share one
 };
 
 // The values that all tiles of a tensor share.
@@ -44,7 +43,8 @@ struct Known {
 // count     blocks, or elements where nothing is in blocks
 // live      elements in each block; null where all blocks are full
 // first     the number of the first element
-// row_mask  0 where the tile lies within one row and one matrix: their values then fill one register; else -1
+// row_mask  0 where the tile lies within one row and one matrix: their values then fill one register; else -1,
+//           or 255 where sums of the tensor are added to the lanes
 typedef void Tile(char *const *at, int count, const int *live, int64_t first, int row_mask, const Known &known);
 
 struct Stage {
@@ -114,19 +114,13 @@ struct Table {
 
 // -- sums and maxima
 
-struct Sum {
-    static constexpr float start = 0.0f;
-    static F two(F a, F b) { return a + b; }
-    static float two(float a, float b) { return a + b; }
-    static float done(float x) { return x; }
-};
-// A NaN wins, and a zero comes out positive.
-struct Most {
-    static constexpr float start = -INFINITY;
-    static F two(F a, F b) { return max(a, b); }
-    static float two(float a, float b) { return a != a ? a : a < b || b != b ? b : a; }
-    static float done(float x) { return x + 0.0f; }
-};
+// Of maxima a NaN wins, and a zero comes out positive.
+inline F two(Reduction r, F a, F b) { return r == TOTAL ? a + b : max(a, b); }
+inline float two(Reduction r, float a, float b) {
+    return r == TOTAL ? a + b : a != a ? a : a < b || b != b ? b : a;
+}
+inline float first_of(Reduction r) { return r == TOTAL ? 0.0f : -INFINITY; }
+inline float done(Reduction r, float x) { return r == TOTAL ? x : x + 0.0f; }
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -149,65 +143,56 @@ inline int until(int64_t n) {
 }
 
 // Upper half upon lower half until one value is left; n is a power of two, W at least.  Three halvings in one go.
-template <class Op> OPTGEN_ONCE float fold(float *x, int n) {
+template <Reduction r> OPTGEN_ONCE float fold(float *x, int n) {
     while (n >= 8 * W) {
         n /= 8;
         for (int i = 0; i < n; i += W) {
             const float *y = x + i;
-            const F a = Op::two(load(y), load(y + 4 * n)), b = Op::two(load(y + n), load(y + 5 * n));
-            const F c = Op::two(load(y + 2 * n), load(y + 6 * n)), d = Op::two(load(y + 3 * n), load(y + 7 * n));
-            store(x + i, Op::two(Op::two(a, c), Op::two(b, d)));
+            const F a = two(r, load(y), load(y + 4 * n)), b = two(r, load(y + n), load(y + 5 * n));
+            const F c = two(r, load(y + 2 * n), load(y + 6 * n)), d = two(r, load(y + 3 * n), load(y + 7 * n));
+            store(x + i, two(r, two(r, a, c), two(r, b, d)));
         }
     }
     while (n >= 2 * W) {
         n /= 2;
         for (int i = 0; i < n; i += W)
-            store(x + i, Op::two(load(x + i), load(x + i + n)));
+            store(x + i, two(r, load(x + i), load(x + i + n)));
     }
     float a[W];
     memcpy(a, x, sizeof(a));
     for (int half = W / 2; half; half /= 2)
         for (int i = 0; i < half; i++)
-            a[i] = Op::two(a[i], a[i + half]);
+            a[i] = two(r, a[i], a[i + half]);
     return a[0];
 }
 
+inline float fold(Reduction r, float *x, int n) { return r == TOTAL ? fold<TOTAL>(x, n) : fold<LARGEST>(x, n); }
+
 // x[0 .. n) folded as a panel; x is scratch, with room for the next power of two.
-template <class Op> inline float fold_panel(float *x, int64_t n) {
+inline float fold_panel(Reduction r, float *x, int64_t n) {
     const int whole = until(n);
-    fill(x + n, whole - n, Op::start);
-    return fold<Op>(x, whole);
+    fill(x + n, whole - n, first_of(r));
+    return fold(r, x, whole);
 }
 
 // Fewer values than a register holds.
-template <class Op> OPTGEN_ONCE void add_rest(float *to, const float *x, int64_t n) {
+OPTGEN_ONCE void add_rest(Reduction r, float *to, const float *x, int64_t n) {
     alignas(64) float a[W] = {}, b[W] = {};
     memcpy(a, to, (size_t)n * 4);
     memcpy(b, x, (size_t)n * 4);
-    store(a, Op::two(load(a), load(b)));
+    store(a, two(r, load(a), load(b)));
     memcpy(to, a, (size_t)n * 4);
 }
 
 // Values added to the lanes, the first one to `lane`.
-template <class Op> OPTGEN_ONCE void add_lanes(float *__restrict lanes, const float *__restrict x, int64_t n, int lane) {
-    if (lane == 0 && n >= LANES) {
-        const int64_t rounds = n / LANES;
-        for (int l = 0; l < LANES; l += W) {
-            F a = load(lanes + l);
-            for (int64_t k = 0; k < rounds; k++)
-                a = Op::two(a, load(x + k * LANES + l));
-            store(lanes + l, a);
-        }
-        x += rounds * LANES;
-        n -= rounds * LANES;
-    }
+OPTGEN_ONCE void add_lanes(Reduction r, float *__restrict lanes, const float *__restrict x, int64_t n, int lane) {
     while (n > 0) {
         const int64_t now = least(n, LANES - lane);
         float *to = lanes + lane;
         int64_t i = 0;
         for (; i + W <= now; i += W)
-            store(to + i, Op::two(load(to + i), load(x + i)));
-        add_rest<Op>(to + i, x + i, now - i);
+            store(to + i, two(r, load(to + i), load(x + i)));
+        add_rest(r, to + i, x + i, now - i);
         x += now;
         n -= now;
         lane = (int)((lane + now) % LANES);
@@ -215,27 +200,14 @@ template <class Op> OPTGEN_ONCE void add_lanes(float *__restrict lanes, const fl
 }
 
 // One row more for a run of columns.
-template <class Op> OPTGEN_ONCE void add_row(float *__restrict total, const float *__restrict x, int64_t n, bool first) {
+OPTGEN_ONCE void add_row(Reduction r, float *__restrict total, const float *__restrict x, int64_t n, bool first) {
     if (first)
-        fill(total, n, Op::start);
+        fill(total, n, first_of(r));
     int64_t i = 0;
     for (; i + W <= n; i += W)
-        store(total + i, Op::two(load(total + i), load(x + i)));
-    add_rest<Op>(total + i, x + i, n - i);
+        store(total + i, two(r, load(total + i), load(x + i)));
+    add_rest(r, total + i, x + i, n - i);
 }
-
-inline void add_lanes(Reduction r, float *lanes, const float *x, int64_t n, int lane) {
-    r == TOTAL ? add_lanes<Sum>(lanes, x, n, lane) : add_lanes<Most>(lanes, x, n, lane);
-}
-inline void add_row(Reduction r, float *total, const float *x, int64_t n, bool first) {
-    r == TOTAL ? add_row<Sum>(total, x, n, first) : add_row<Most>(total, x, n, first);
-}
-inline float fold_panel(Reduction r, float *x, int64_t n) {
-    return r == TOTAL ? fold_panel<Sum>(x, n) : fold_panel<Most>(x, n);
-}
-inline float first_of(Reduction r) { return r == TOTAL ? Sum::start : Most::start; }
-inline float two(Reduction r, float a, float b) { return r == TOTAL ? Sum::two(a, b) : Most::two(a, b); }
-inline float done(Reduction r, float x) { return r == TOTAL ? Sum::done(x) : Most::done(x); }
 
 // -- the division of work: by elements, in whole units of each tensor
 
@@ -322,7 +294,10 @@ OPTGEN_ONCE void staged_row(const Stage &s, char *const *at, char *room, int64_t
     for (int c = 0; c < s.count; c++) {
         const Place &p = s.places[c];
         inside[c] = at[c];
-        if (p.reduction != NONE) {
+        if (p.reduction != NONE && p.kind == COLUMN && !full) {
+            inside[c] = (char *)tile_room(s, room, c);
+            fill((float *)inside[c], padded, first_of(p.reduction));
+        } else if (p.reduction != NONE) {
             inside[c] = at[c] - 4 * shift;
         } else if (p.kind == BLOCK_OF) {
             inside[c] = (char *)tile_room(s, room, c);
@@ -341,6 +316,8 @@ OPTGEN_ONCE void staged_row(const Stage &s, char *const *at, char *room, int64_t
     s.tile(inside, (int)(s.block > 1 ? blocks : lanes), s.block > 1 && !full ? live : nullptr, first - shift, 0, known);
     for (int c = 0; c < s.count; c++) {
         const Place &p = s.places[c];
+        if (p.reduction != NONE && p.kind == COLUMN && !full)
+            add_row(p.reduction, (float *)at[c], (const float *)inside[c] + shift, n, false);
         if (!p.written || p.reduction != NONE)
             continue;
         if (p.kind == BLOCK_OF)
@@ -362,7 +339,10 @@ OPTGEN_ONCE void panel_of_row(const Stage &s, const Shape &t, const Panels &shap
     for (int c = 0; c < s.count; c++) {
         const Place &p = s.places[c];
         at[c] = values[c];
-        if (p.reduction != NONE)
+        if (p.reduction != NONE && p.kind == COLUMN)
+            at[c] = (char *)((float *)t.at[p.partial] + row / t.rows * shape.bands * t.columns +
+                             row % t.rows / shape.height * t.columns + from);
+        else if (p.reduction != NONE)
             at[c] = (char *)tile_room(s, room, c);
         else if (p.kind == ELEMENT)
             at[c] += e * p.bytes;
@@ -400,18 +380,6 @@ OPTGEN_ONCE void panel_of_row(const Stage &s, const Shape &t, const Panels &shap
     }
 }
 
-// The reduction of a place over one row in one panel.  Where a later place wants the array too, a copy is folded.
-inline float fold_row(const Stage &s, int place, char *room, int64_t n) {
-    const int source = s.places[place].source;
-    float *x = tile_room(s, room, source);
-    for (int c = place + 1; c < s.count; c++)
-        if (s.places[c].reduction != NONE && s.places[c].kind == ROW && s.places[c].source == source) {
-            memcpy(tile_room(s, room, c), x, (size_t)n * 4);
-            x = tile_room(s, room, c);
-        }
-    return fold_panel(s.places[place].reduction, x, n);
-}
-
 // Values of rows, columns or matrices, one for each element of [e, e + n).
 OPTGEN_ONCE void expand(const Place &p, const Shape &t, const float *from, float *to, int64_t e, int64_t n) {
     int64_t row = e / t.columns, column = e % t.columns, matrix = row / t.rows;
@@ -429,10 +397,10 @@ OPTGEN_ONCE void expand(const Place &p, const Shape &t, const float *from, float
     }
 }
 
-// The dense copy of a sweep's summands, of the shape of the tensor; places with one array share it.
+// The dense copy of a sweep's summands, of the shape of the tensor.
 inline float *dense_copy(const Stage &s, const Shape &t, int place) {
     float *out = (float *)t.dense;
-    for (int c = 0; out && c < s.places[place].source; c++)
+    for (int c = 0; out && c < place; c++)
         if (s.places[c].reduction != NONE)
             out += t.numel;
     return out;
@@ -453,7 +421,9 @@ inline void add_tile(Reduction r, float *lanes, const float *x, const Stage &s, 
 
 // Blocks [first, first + count) of a tensor, at most a tile, behind `shift` empty ones; what is to be reduced goes to the
 // room, in the order of the tile's lanes, and from there to the dense copy where there is one.
-OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int64_t first, int count, int shift,
+//
+// True if sums of the tensor were added to the lanes already.
+OPTGEN_ONCE bool flat_tile(const Stage &s, const Shape &t, const Grid &grid, int64_t first, int count, int shift,
                            char *room, const Known &known) {
     const int most = s.size / s.block;
     const int64_t lanes = (int64_t)count * s.block, padded = (shift + lanes + UNIT - 1) / UNIT * UNIT - shift;
@@ -479,14 +449,18 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
         }
     }
     const int64_t pace = runs > 1 ? s.block : lanes;
+    const bool direct = !s.matrices && full && first * s.block % LANES == 0;
     char *at[MOST];
     for (int c = 0; c < s.count; c++) {
         const Place &p = s.places[c];
         at[c] = (char *)t.at[p.column];
         if (p.reduction != NONE) {
-            at[c] = (char *)tile_room(s, room, c);
+            float *to = direct ? lane_room(s, room, c) : tile_room(s, room, c);
             if (t.dense && full)
-                at[c] = (char *)dense_copy(s, t, c) + 4 * start[0];
+                to = dense_copy(s, t, c) + start[0];
+            if (!direct && p.kind != ROW)
+                fill(to, shift + padded, first_of(p.reduction));
+            at[c] = (char *)to;
         } else if (p.kind == ROW || p.kind == COLUMN || p.kind == MATRIX) {
             float *to = tile_room(s, room, c) + shift;
             fill(to - shift, shift, 0.0f);
@@ -527,13 +501,12 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
         }
     }
     const int64_t number = grid.number(t, s.block, first) - shift;
-    s.tile(at, shift + count, full || s.block == 1 ? nullptr : live, number, -1,
-           known);
+    s.tile(at, shift + count, full || s.block == 1 ? nullptr : live, number, direct ? LANES - 1 : -1, known);
     for (int c = 0; c < s.count; c++) {
         const Place &p = s.places[c];
         if (p.reduction != NONE) {
             const float *x = (const float *)at[c] + shift;
-            for (int k = 0; t.dense && !full && p.source == c && k < runs; k++)
+            for (int k = 0; t.dense && !full && k < runs; k++)
                 memcpy(dense_copy(s, t, c) + start[k], x + k * pace, (size_t)length[k] * 4);
         } else if (p.written) {
             char *to = (char *)t.at[p.column];
@@ -545,6 +518,7 @@ OPTGEN_ONCE void flat_tile(const Stage &s, const Shape &t, const Grid &grid, int
                 memcpy(to + start[k] * p.bytes, at[c] + (shift + k * pace) * p.bytes, (size_t)length[k] * p.bytes);
         }
     }
+    return direct;
 }
 
 // A band of short rows, several to a tile.
@@ -552,13 +526,13 @@ OPTGEN_ONCE void sweep_narrow(const Stage &s, const Shape &t, const Panels &shap
                               int64_t top, int64_t bottom, char *room, const Known &known) {
     const Grid grid(t, s.block);
     const int64_t pace = shape.per_row * s.block;
-    alignas(64) float one[2048 * BLOCKS_OF_TILE / 2];  // of a row in blocks of that many
+    alignas(64) float one[1024 * VECTOR];  // of a row in blocks of that many
     for (int64_t i = top; i < bottom; i += shape.together) {
         const int64_t row = matrix * t.rows + i, now = least(shape.together, bottom - i);
         flat_tile(s, t, grid, row * shape.per_row, (int)(now * shape.per_row), 0, room, known);
         for (int c = 0; c < s.count; c++) {
             const Place &p = s.places[c];
-            const float *x = tile_room(s, room, p.source);
+            const float *x = tile_room(s, room, c);
             for (int64_t k = 0; p.reduction != NONE && k < now; k++) {
                 if (p.kind == COLUMN) {
                     add_row(p.reduction, (float *)t.at[p.partial] + (matrix * shape.bands + band) * t.columns,
@@ -598,17 +572,17 @@ OPTGEN_ONCE void sweep_panels(const Stage &s, const Shape &t, int64_t low, int64
             }
             for (int64_t k = panel; k < panel + run; k++) {
                 const int64_t from = k * s.size, n = least(s.size, t.columns - from);
+                for (int c = 0; i == top && c < s.count; c++) {
+                    const Place &p = s.places[c];
+                    if (p.reduction != NONE && p.kind == COLUMN)
+                        fill((float *)t.at[p.partial] + (matrix * shape.bands + band) * t.columns + from, n,
+                             first_of(p.reduction));
+                }
                 panel_of_row(s, t, shape, values, room, row, from, n, known);
                 for (int c = 0; c < s.count; c++) {
                     const Place &p = s.places[c];
-                    if (p.reduction != NONE && p.kind == COLUMN)
-                        add_row(p.reduction, (float *)t.at[p.partial] + (matrix * shape.bands + band) * t.columns + from,
-                                tile_room(s, room, p.source), n, i == top);
-                }
-                for (int c = 0; c < s.count; c++) {  // folding leaves nothing of an array
-                    const Place &p = s.places[c];
                     if (p.reduction != NONE && p.kind == ROW)
-                        ((float *)t.at[p.partial])[row * shape.panels + k] = fold_row(s, c, room, n);
+                        ((float *)t.at[p.partial])[row * shape.panels + k] = fold_panel(p.reduction, tile_room(s, room, c), n);
                 }
             }
         }
@@ -650,22 +624,20 @@ OPTGEN_ONCE void sweep_flat(const Stage &s, const Shape &t, int64_t low, int64_t
                 else if (now >= UNIT)
                     now -= now % UNIT;
             }
-            flat_tile(s, t, grid, first, now, shift, room, known);
-            for (int c = 0; segments && c < s.count; c++) {
+            const bool added = flat_tile(s, t, grid, first, now, shift, room, known);
+            for (int c = 0; segments && !added && c < s.count; c++) {
                 const Place &p = s.places[c];
                 const int lane = (int)((first - k * unit) * s.block % LANES);
                 if (p.reduction != NONE)
-                    add_tile(p.reduction, lane_room(s, room, c), tile_room(s, room, p.source) + shift, s, grid, first, now,
+                    add_tile(p.reduction, lane_room(s, room, c), tile_room(s, room, c) + shift, s, grid, first, now,
                              lane);
             }
             first += now;
         }
         for (int c = 0; segments && c < s.count; c++) {
             const Place &p = s.places[c];
-            if (p.reduction == TOTAL)
-                ((float *)t.at[p.partial])[k] = fold<Sum>(lane_room(s, room, c), LANES);
-            else if (p.reduction == LARGEST)
-                ((float *)t.at[p.partial])[k] = fold<Most>(lane_room(s, room, c), LANES);
+            if (p.reduction != NONE)
+                ((float *)t.at[p.partial])[k] = fold(p.reduction, lane_room(s, room, c), LANES);
         }
     }
 }
@@ -824,7 +796,7 @@ OPTGEN_ONCE void work_on_few(const Stage &s, const Shape &t, char *room, const K
         for (int c = 0; c < s.count; c++) {
             const Place &p = s.places[c];
             if (p.reduction != NONE)
-                reduce_few(p, t, lane_room(s, room, c), tile_room(s, room, p.source), from, n, p.kind == MATRIX ? of_matrix : all);
+                reduce_few(p, t, lane_room(s, room, c), tile_room(s, room, c), from, n, p.kind == MATRIX ? of_matrix : all);
             else if (p.written && !whole)
                 memcpy((float *)t.at[p.column] + from, at[c], (size_t)n * 4);
         }

@@ -56,13 +56,37 @@ struct upper_half : Single {
     }
 };
 
-// A new value that is not stored: an array of the tile takes it, from where it is reduced.  C reads the old one.
-template <class C> struct reduced : C {
-    float *__restrict sum_at;
+// How a tile hands on what is reduced: in an array, which is folded; added to the totals of columns, or to 256 lanes where
+// `mask` says so.
+struct in_array {
+    static constexpr bool PANELS = true;
+    static void put(float *at, int, int i, F x) { store(at + i, x); }
+};
+template <Reduction R, bool LANES> struct in_total {
+    static constexpr bool PANELS = false;
+    static void put(float *at, int mask, int i, F x) {
+        at += LANES ? i & mask : i;
+        store(at, two(R, load(at), x));
+    }
+};
 
-    reduced(char *first, char *const *more) : C(first, more), sum_at((float *)more[C::FIELDS - 1]) {}
-    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Codec::Head &, int i, int, F x, const N &) const {
-        store(sum_at + i, x);
+// A new value that is not stored but reduced, to S.  C reads the old one.
+template <class C, class... S> struct reduced : C {
+    static constexpr bool PANELS = (S::PANELS || ...);
+    float *at[sizeof...(S)];
+    int mask = -1;
+
+    reduced(char *first, char *const *more) : C(first, more) {
+        for (size_t k = 0; k < sizeof...(S); k++)
+            at[k] = (float *)(C::FIELDS + k ? more[C::FIELDS + k - 1] : first);
+    }
+    void within(int row_mask) {
+        C::within(row_mask);
+        mask = row_mask;
+    }
+    template <bool RAGGED, int VALUE, class N> F encode(Loop<0>, Codec::Head &, int i, int, F x, const N &) {
+        int k = 0;
+        (S::put(at[k++], mask, i, x), ...);
         return x;
     }
 };

@@ -31,10 +31,11 @@ struct Product {
 // READS      the loops that read the new value, DRAWS those that draw random bits, one bit each
 // ROOTED     the root is encoded in the place of the value
 // HAS_ROOT   there is a function `root`
+// PANELS     is summed by rows
 // WIDE       reads floats of more bits than bf16, whose NaNs may have any payload
 struct Codec {
     static constexpr int NOISE = 0, LOOPS = 1, ROOT_LOOP = 0, READS = 1, DRAWS = 0;
-    static constexpr bool ROOTED = false, HAS_ROOT = false, WIDE = false;
+    static constexpr bool ROOTED = false, HAS_ROOT = false, WIDE = false, PANELS = false;
     struct In {};                   // what is read of a block
     struct Head {};                 // what a loop reads and finds of a block
     In in(int) const { return {}; }
@@ -116,18 +117,10 @@ template <class C> struct unrounded : C {
     }
 };
 
-// Elements of a tile; a stage of several (`Layout::staged`) has as many blocks as a register values of them.
-//
-// FETCHED    bytes of the widest entries that are prefetched without blocks: more than that, or in a sweep that sums
-//            nothing, and the prefetches are in the way of the reads
-template <class Layout, class = void> struct TileOf {
-    static constexpr int FETCHED = 0;
-    static constexpr int size(int arrays) { return Layout::BLOCK == 1 ? 1024 : elements_of_tile(Layout::BLOCK, arrays); }
-};
-template <class Layout> struct TileOf<Layout, typename Layout::staged> {
-    static constexpr int FETCHED = 2;
-    static constexpr int size(int) { return Layout::BLOCK == 1 ? 1024 : VECTOR * Layout::BLOCK; }
-};
+// Bytes of the widest entries that are prefetched without blocks: more than that, or in a sweep that sums nothing, and the
+// prefetches are in the way of the reads.
+template <class Layout, class = void> constexpr int FETCHED = 0;
+template <class Layout> constexpr int FETCHED<Layout, typename Layout::staged> = 2;
 
 // A view of the weight: its codec C, which stores blocks of SIZE elements, its first column, and that of the tensor's
 // scale, a power of two (-1: none).  It is made of the weight as the tile has stored it, of the kind Weight, while that
@@ -224,7 +217,9 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
     static constexpr int DRAWN = ((P::WRITTEN && P::DRAWS ? word_of<P>() : 0) | ... | drawn<V>(0));
     static constexpr int KEPT = ((P::WRITTEN && P::DRAWS && APART ? word_of<P>() : 0) | ... | drawn<V>(1));
     static constexpr int ARRAYS = (count(KEPT) + ... + (input<V>() + next<V>() + root<V>()));
-    static constexpr int TILE = TileOf<Layout>::size(ARRAYS);
+    // Where rows are summed, as many blocks as a register values of them: their sums' order depends on it.
+    static constexpr int PANEL = (V::PANELS || ... || false) ? VECTOR * BLOCK : elements_of_tile(BLOCK, ARRAYS);
+    static constexpr int TILE = BLOCK == 1 ? 1024 : PANEL;
     static constexpr int ROOM = LOOPS > 1 ? TILE : W;
 
     struct Arrays {
@@ -255,6 +250,12 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
             return fma(found.a, found.b, y);
         }
         F read() const { return times(F(1.0f)); }
+        F read_root() const {
+            if constexpr (T::HAS_ROOT)
+                return kept.root(in, i);
+            else
+                return sqrt(read());
+        }
         void set(F y) { x = y; }
         F next() const { return x; }
         F root() const { return sqrt(x); }
@@ -327,7 +328,7 @@ template <class Layout, class Rule, class Grad, class P, class... V> struct Swee
     static constexpr bool of_weight(int c) { return c == 0 || (c >= P::MORE && c < P::MORE + P::FIELDS - 1); }
     static constexpr bool ahead(int c) {
         return Layout::COLUMNS[c].kind != BLOCK_OF && Layout::COLUMNS[c].kind != WHOLE &&
-               !(APART && of_weight(c)) && (BLOCK > 1 || Layout::COLUMNS[c].bytes <= TileOf<Layout>::FETCHED);
+               !(APART && of_weight(c)) && (BLOCK > 1 || Layout::COLUMNS[c].bytes <= FETCHED<Layout>);
     }
     static constexpr int before(int c) { return c == 0 ? 0 : before(c - 1) + ahead(c - 1); }
     static constexpr int GROUP = BLOCK > 1 ? BLOCK : 64;
