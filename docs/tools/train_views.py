@@ -1,10 +1,10 @@
-"""The demo's language model trained with linear layers that compute with MXFP8 views of their weights.
+"""The demo's language model trained with linear layers that see 8 bits of their weights: views of them, or Fp8Weights.
 
     python -m docs.tools.train_views               runs that docs/benchmarks/views.json lacks, then the page's table
     python -m docs.tools.train_views --seeds 8     the same with more seeds
 
 Runs of one seed start from the same weights and see the same batches; states have 8 bits, and layers multiply in bf16.
-They differ in what the forward, the gradients of inputs and the validation read: the parameter, in bf16, or its view.
+They differ in what the forward, the gradients of inputs and the validation read: the parameter, in bf16, its view, or the codes of an Fp8Weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from docs.tools.train_rules import RULES, STEPS, Rule, key_of, make, with_table
-from optgen.formats import Native, Plan
+from optgen.cast import fp8_weights
+from optgen.formats import Native, Plan, SplitFp8
 from specs.plans import int8_split24
 from tools.demo import mean_and_interval, mean_and_spread
 from tools.demo_model import Corpus, Linear, Size, corpus, train
@@ -33,6 +34,7 @@ VIEW = ("mxfp8_rows",)
 STORED: dict[str, Plan] = {
     "bf16, of 24 bits": int8_split24,
     "view, of 24 bits": int8_split24.but(views=VIEW, name="viewed"),
+    "Fp8Weight, of 24 bits": int8_split24.but(master=SplitFp8(), name="shows_fp8"),
     "bf16, of 16 bits": int8_split24.but(master=Native("stochastic"), name="bf16_alone"),
     "view, of 16 bits": int8_split24.but(master=Native("stochastic"), views=VIEW, name="viewed_bf16"),
 }
@@ -48,6 +50,8 @@ def one_run(rule: Rule, stored: str, seed: int, text: Corpus) -> tuple[float, fl
         for layer in model.modules():
             if isinstance(layer, Linear):
                 layer.__class__ = nn.Linear  # which multiplies in the dtype of autocast
+        if isinstance(plan.master, SplitFp8):
+            fp8_weights(model)
         optimizer: Any = make(rule, plan, model, rule.options["lr"])
         if plan.views:
             shown.enter_context(optimizer.use_views(model))
