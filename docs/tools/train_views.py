@@ -4,7 +4,8 @@
     python -m docs.tools.train_views --seeds 8     the same with more seeds
 
 Runs of one seed start from the same weights and see the same batches; states have 8 bits, and layers multiply in bf16.
-They differ in what the forward, the gradients of inputs and the validation read: the parameter, in bf16, its view, or the codes of an Fp8Weight.
+They differ in what the forward, the gradients of inputs and the validation read: the parameter, in bf16, its view, or
+the codes of an Fp8Weight.
 """
 
 from __future__ import annotations
