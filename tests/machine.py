@@ -180,7 +180,7 @@ class Run:
 
 @cache
 def rule_class(name: str, plan: str = "") -> Any:
-    return class_of(by_matrix if name == "by_matrix" else name, *[MADE[plan]] * (plan in MADE))
+    return class_of(by_matrix if name == "by_matrix" else name, *([MADE[plan]] if plan in MADE else []))
 
 
 def rounded(weight: Tensor) -> Tensor:
