@@ -184,6 +184,25 @@ def test_layers_see_codes_and_operators_in_place_the_exact_weight() -> None:
     assert torch.equal(compiled(y), coded()(y))
 
 
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_a_step_follows_a_weight_to_other_memory(backend: str) -> None:
+    found = []
+    for moved in (False, True):
+        model = coded()
+        opt = optgen.compile("adamw", KEPT["e4m3"])(model.named_parameters(), lr=1e-2, backend=backend)
+        trained(model, opt, 2)
+        other = coded(seed=5)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            with torch.no_grad():
+                if moved:
+                    p.data = q.detach()
+                else:
+                    p.copy_(q)
+        trained(model, opt, 2)
+        found.append((bits(weights(model)), bits(opt.state_dict()["state"])))
+    assert found[0] == found[1]
+
+
 def test_codes_and_scales_are_an_mxfp8_weight() -> None:
     model = coded()
     opt = optgen.compile("adamw", KEPT["e4m3"])(model.named_parameters(), lr=1e-3)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime.layout import layout, sharded_states, sharding, workspace
-from optgen.runtime.layout.fp8_weight import Fp8Weight, memory
+from optgen.runtime.layout.fp8_weight import Fp8Weight, kept_with, memory
 from optgen.runtime.records import Variant, keys
 from optgen.runtime.records.join import Pair
 from optgen.runtime.reference.matrix_codecs import CODECS, MatrixCodec
@@ -167,6 +167,7 @@ class Bucket:
         for i, p in enumerate(self.params):
             if isinstance(p, Fp8Weight):
                 self.params[i] = memory(p)
+                self.states[i].update(kept_with(p, {}))  # p.data = ... gives it others
                 self.coded.append(p)
             elif not p.is_contiguous():
                 if state.overlaps(p):  # it was frozen, or something else, when the optimizer was made
