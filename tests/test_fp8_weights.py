@@ -184,6 +184,22 @@ def test_layers_see_codes_and_operators_in_place_the_exact_weight() -> None:
     assert torch.equal(compiled(y), coded()(y))
 
 
+def test_averages_and_copies_of_weights_are_of_the_exact_ones() -> None:
+    w = nn.Parameter(Fp8Weight.of(1 + torch.rand(64, 64), BF16), requires_grad=False)
+    average, copied = copy.deepcopy(w), Fp8Weight.of(torch.zeros(64, 64), BF16)
+    for _ in range(50):
+        average.lerp_(w, 0.25)
+    torch._foreach_copy_([copied], [w])
+    assert (average.read() - w.read()).abs().max() < 50 * 2.0**-18 and torch.equal(copied.read(), w.read())
+    other = Fp8Weight.of(torch.zeros(64, 64), BF16, "e5m2").copy_(w)
+    turned = Fp8Weight.of(torch.zeros(64, 64), BF16).copy_(w.t())
+    assert (other.read() - w.read()).abs().max() < 2.0**-16 and (turned.read() - w.read().t()).abs().max() < 2.0**-17
+    shown = optgen.compile("sgd", PLAIN)([w.requires_grad_()], lr=1.0).views(w)["mxfp8_rows"]
+    before = shown.dequantize()
+    w.data.mul_(64)
+    assert torch.equal(shown.dequantize(), before)
+
+
 @pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_a_step_follows_a_weight_to_other_memory(backend: str) -> None:
     found = []

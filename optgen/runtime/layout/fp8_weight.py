@@ -219,13 +219,14 @@ def _on_plain(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 
 
 def _seen(x: Any, beside: Any) -> Any:
-    """Return an operand, or a list of these, that an operator reads: in fp32 beside a weight that it writes."""
+    """Return an operand, or a list of these, that an operator reads: exact, in fp32, beside a weight that it writes."""
     if isinstance(x, (list, tuple)):
         of = beside if isinstance(beside, (list, tuple)) and len(beside) == len(x) else [beside] * len(x)
         return type(x)(map(_seen, x, of))
-    value = x.read(exact=False).to(x.dtype) if isinstance(x, Fp8Weight) else x
     wide = isinstance(beside, Fp8Weight) and isinstance(x, Tensor) and x.dtype == beside.dtype
-    return value.float() if wide else value
+    if isinstance(x, Fp8Weight):
+        return x.read() if wide else x.read(exact=False).to(x.dtype)
+    return x.float() if wide else x
 
 
 def _refuse_views(func: Any) -> None:

@@ -167,9 +167,9 @@ def rescale(variant: Variant, params: Sequence[Tensor]) -> None:
 
 
 def of_weight(p: Fp8Weight) -> dict[str, ViewTensors]:
-    """Return what layers see of an Fp8Weight as a view: codes, and E8M0 scales of 32 neighbours of a row."""
+    """Return what layers see of an Fp8Weight now, as a view: codes, and E8M0 scales of 32 neighbours of a row."""
     scales = p.scale.repeat_interleave(SHARING // 32, -1).view(torch.float8_e8m0fnu)
-    return {"mxfp8_rows": ViewTensors(p.codes.view(KINDS[p.kind].dtype), scales)}
+    return {"mxfp8_rows": ViewTensors(p.codes.clone().view(KINDS[p.kind].dtype), scales)}
 
 
 def shown(p: Tensor, name: str) -> ViewTensors:
