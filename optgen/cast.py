@@ -72,37 +72,53 @@ def fp8_weights(model: nn.Module, keep: Sequence[str] = (), *, kind: Literal["e4
     per 64 neighbours of a row, 3.016 bytes in all.  Layers compute with the codes in the model's dtype, which gradients
     have as well.  For optimizers under a plan of `master=SplitFp8(kind)`; bits that `cast_model` has kept are taken.
 
-    keep  fnmatch patterns over the names of weights that stay as they are: ["lm_head.weight"].  A pattern that matches
-          nothing is an error.
+    keep  fnmatch patterns over the names of weights that stay as they are, tied ones if any of their names fits:
+          ["lm_head.weight"].  A pattern that matches nothing is an error.
 
-    The weights are new Parameters, and tied ones stay tied: create the optimizer afterwards.  ValueError for rows that
-    are no multiple of 64 long, and for a model without such layers; TypeError for weights that are not of 16 bits.
+    The weights are new Parameters with the gradients and attributes of the old ones, and tied ones stay tied: create
+    the optimizer afterwards.  ValueError for a model without such layers, rows that are no multiple of 64 long, weights
+    that are computed of others (weight_norm) and parameters with hooks; TypeError for weights that are not of 16 bits.
     """
-    layers = ((f"{name}.weight", x.weight) for name, x in model.named_modules() if isinstance(x, nn.Linear))
-    found = {name.removeprefix("."): p for name, p in layers if p.requires_grad and not isinstance(p, Fp8Weight)}
-    _check_patterns("keep", keep, [*found], "weight of a linear layer", "fp8_weights")
-    chosen = {name: p for name, p in found.items() if not _matches(name, keep)}
-    if not chosen:
-        raise ValueError("fp8_weights: the model has no nn.Linear with a weight to train, or `keep` has all of them")
-    for name, p in chosen.items():
-        _check_codes(name, p)
-    made = {id(p): nn.Parameter(Fp8Weight.of(_exact(p), p.dtype, kind)) for p in chosen.values()}
+    made = {id(p): _coded(name, p, kind) for name, p in _of_layers(model, keep).items() if not isinstance(p, Fp8Weight)}
     for module in model.modules():
         for key, old in module._parameters.items():
             module._parameters[key] = made.get(id(old), old)
     return model
 
 
-def _check_codes(name: str, p: Tensor) -> None:
-    """Raise TypeError or ValueError for a weight of which layers cannot see 8 bits."""
+def _of_layers(model: nn.Module, keep: Sequence[str]) -> dict[str, nn.Parameter | None]:
+    """Return the weights of linear layers that are trained and not kept; None for those that are computed."""
+    layers = {f"{name}.weight".removeprefix("."): x for name, x in model.named_modules() if isinstance(x, nn.Linear)}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    _check_patterns("keep", keep, [*named, *(name for name in layers if name not in named)], "weight", "fp8_weights")
+    kept = {id(p) for name, p in named.items() if _matches(name, keep)}
+    wanted = {name: x._parameters.get("weight") for name, x in layers.items() if not _matches(name, keep)}
+    chosen = {name: p for name, p in wanted.items() if p is None or (p.requires_grad and id(p) not in kept)}
+    if not chosen:
+        raise ValueError("fp8_weights: the model has no nn.Linear with a weight to train, or `keep` has all of them")
+    return chosen
+
+
+def _coded(name: str, p: Any, kind: str) -> nn.Parameter:
+    """Return the Parameter in the place of a weight; TypeError or ValueError where layers cannot see 8 bits of it."""
+    problem = ""
+    if p is None:
+        problem = f"of {name!r} are computed of other parameters (weight_norm), which steps would write"
+    elif nn.parameter.is_lazy(p):
+        problem = f"of {name!r} have no shape yet: make a forward pass with the model first"
+    elif p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+        problem = f"of {name!r} have hooks, which would be lost: register them afterwards"
+    elif p.shape[1] % SHARING:
+        problem = f"of {name!r} ({list(p.shape)}) have rows that are no multiple of {SHARING} long: pad the layer"
+    if problem:
+        raise ValueError(f"fp8_weights: the weights {problem}, or keep=[{name!r}]")
     if p.dtype not in bits.NARROW or sharding.is_sharded(p) or state.wraps(p):
         what = f"{name!r} is a {p.dtype} {type(p).__name__}"
         raise TypeError(f"fp8_weights: {what}: call cast_model(model, torch.bfloat16) first")
-    if p.shape[1] % SHARING:
-        raise ValueError(
-            f"fp8_weights: of {name!r} ({list(p.shape)}) the rows are no multiple of {SHARING} long: pad the layer, or "
-            f"keep=[{name!r}]"
-        )
+    made = nn.Parameter(Fp8Weight.of(_exact(p), p.dtype, kind))
+    made.__dict__.update({key: x for key, x in p.__dict__.items() if not key.startswith("_optgen")})
+    made.grad = p.grad
+    return made
 
 
 def _exact(p: Tensor) -> Tensor:

@@ -561,6 +561,7 @@ class _Source:
         variant, misfits = self.variant, self.reading.misfits.lines
         before, dense = len(misfits), not self.reading.own and self._is_dense()
         expected = {*variant.states, *variant.host_names, "step"} if dense else variant.keys
+        expected -= kept_with(self.p, {}).keys()
         for key in sorted(map(str, self.entry.keys() - expected)):
             self.misfit(f"{key}: not expected (it has {', '.join(sorted(expected))})")
         made, whole = dict[str, Any](step=1), self._whole() if dense else {}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from optgen.runtime.checkpoint import checkpoint
 from optgen.runtime.layout import layout, sharded_states, sharding
-from optgen.runtime.layout.fp8_weight import Fp8Weight, exact
+from optgen.runtime.layout.fp8_weight import Fp8Weight, exact, kept_without
 from optgen.runtime.options.entries import Entry
 from optgen.runtime.options.options import MODE, hypers_of
 from optgen.runtime.records import Variant
@@ -285,6 +285,7 @@ def with_states(one: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
         parts = sharded_states.ShardedStates.of(p, variant) if sharding.is_sharded(p) else None
         weight, step = p if parts is None else parts.weight(p), rest.get("step", 0)
         made = state.create(plan, variant, weight, rest, entry.group, None, step, parts)
+        made = kept_without(made) if isinstance(p, Fp8Weight) else made
         known = {*rest, *(variant.owned("p") if number in found else ())}
         new = {name: x for name, x in made.items() if name not in known}
         states[number] = {**rest, **(new if parts is None else parts.wrapped(new)), **found.get(number, {})}

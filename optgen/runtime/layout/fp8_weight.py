@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import getattr_static
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,9 @@ OWN = ("weight_scale", "weight_low")
 
 KIND = "fp8_weight"
 """The key by which a file knows a weight of three tensors."""
+
+_SET_DATA: Any = getattr_static(Tensor, "data").__set__
+"""The function that `p.data = value` calls."""
 
 _ops = torch.ops.aten
 _SAME = {_ops.detach.default, _ops.alias.default}
@@ -153,10 +157,14 @@ class Fp8Weight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func != Tensor.data.__set__ or not isinstance(args[0], Fp8Weight):  # type: ignore[attr-defined]
+        if func == Tensor.share_memory_:  # by its address, which it does not have
+            for x in args[0]._inner():
+                x.share_memory_()
+            return args[0]
+        if func != _SET_DATA or not isinstance(args[0], Fp8Weight):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        p, value = args  # p.data = value
+        p, value = args
         if value.shape != p.shape or value.dtype != p.dtype:
             raise TypeError(
                 f"an Fp8Weight of {p.dtype} {list(p.shape)} cannot become a tensor of {value.dtype} "
@@ -174,20 +182,29 @@ class Fp8Weight(Tensor):
     ) -> Any:
         kwargs, given = kwargs or {}, args[0] if args else None
         if isinstance(given, Fp8Weight):
-            if func in _SAME:
-                return given._with(lambda x: x)
+            if change := given._change(func, kwargs):
+                return given._with(change)
             if func in _TURNED:
                 there = func(given.codes, *args[1:], **kwargs)
                 return given._with(lambda x: x, given.turned ^ (there.stride() != given.codes.stride()))
-            if func is _ops.clone.default:
-                return given._with(Tensor.clone)
-            if func is _ops._to_copy.default and kwargs.get("dtype") in (None, given.dtype):
-                return given._with(lambda x: x.to(kwargs.get("device") or x.device, copy=True))
             if func is _ops.copy_.default and isinstance(args[1], Fp8Weight) and given._alike(args[1]):
                 for to, x in zip(given._inner(), args[1]._inner(), strict=True):
                     to.copy_(x)
                 return given
         return _on_plain(func, args, kwargs)
+
+    def _change(self, func: Any, kwargs: Mapping[str, Any]) -> Callable[[Tensor], Tensor] | None:
+        """Return what an operator does to each of the three tensors; None if its result is not another weight."""
+        device = kwargs.get("device")
+        if func in _SAME:
+            return lambda x: x
+        if func is _ops.clone.default:
+            return Tensor.clone
+        if func is _ops._to_copy.default and kwargs.get("dtype") in (None, self.dtype):
+            return lambda x: x.to(device or x.device, copy=True)
+        if func is _ops.empty_like.default and self.is_meta:  # model.to_empty(device=...)
+            return lambda x: torch.empty_like(x, device=device)
+        return None
 
     def _inner(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.codes, self.scale, self.low

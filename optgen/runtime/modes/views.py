@@ -115,6 +115,8 @@ def use(opt: Any, model: nn.Module, view: str) -> ViewHandle:
         layer.__class__ = ViewedLinear
         layer.shown = view, label
         layers.append(layer)
+    if not layers and any(isinstance(entry.p, Fp8Weight) for _, entry, _ in opt._matched()):
+        raise ValueError(f"{owner}.use_views: layers read the codes of Fp8Weights already, without views")
     if not layers:
         raise ValueError(
             f"{owner}.use_views: no nn.Linear of this model has a weight of which this optimizer makes a view; its "
