@@ -52,7 +52,7 @@ LINES = {
     "": 979, "backends": 2657, "base": 583, "convert": 663, "driver": 4652, "formats": 3181, "integrations": 277,
     "ir": 956, "lang": 4539, "lower": 359, "ops": 650, "optim": 44, "passes": 1988, "runtime": 1398,
     "runtime/checkpoint": 1678, "runtime/cpu": 956, "runtime/gpu": 3098, "runtime/layout": 1854,
-    "runtime/modes": 1524, "runtime/options": 886, "runtime/records": 2126, "runtime/reference": 1217,
+    "runtime/modes": 1524, "runtime/options": 886, "runtime/records": 2124, "runtime/reference": 1217,
     "runtime/states": 727, "runtime/step": 2025, "runtime/work": 1606, "verify": 1565, "tests": 35075,
     "tools": 5796, "docs": 4527,
 }  # fmt: skip

@@ -15,8 +15,6 @@ from pathlib import Path
 from optgen.runtime.records import EIGHT, WIDE, Eager, Field, Matrix, Rule, Stage, Temp, Variant, View, Whole, keys
 from optgen.runtime.records.whole_states import divided
 
-DTYPES = ("float32", "bfloat16", "float16")
-
 _BY_ROWS = {"row", "col", "mat", "call"}
 
 
